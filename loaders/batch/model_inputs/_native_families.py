@@ -3,13 +3,15 @@
 `MicroBatch.pixel_values` have a row per ViT token, the grids are in `image_grid_thw`:
 
 - Qwen-VL, GLM-V: (ViT tokens, 3 * 2 * side * side), channel, frame, row, column; the tokens that
-  become one LLM token are next to each other.
+  become one LLM token are next to each other. Videos have several frames of such tokens.
 - Pixtral, Mistral 3: (ViT tokens, 3 * side * side), channel, row, column; tokens row by row.
 - MiniCPM-V 4.6: the same, with a grid for the whole image and one for each of its slices.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,26 +22,59 @@ from loaders.batch.model_inputs.family import (
     BlankImage,
     ModelFamily,
     image_grids,
-    pixel_arguments,
+    vision_tokens,
 )
 
 
+class Run(NamedTuple):
+    """Image tokens that stand next to each other."""
+
+    frames: int
+    rows: int
+    columns: int
+    """Of merged patches: tokens."""
+    interval: float = 1.0
+    """Positions from one frame to the next."""
+
+
 def mrope_positions(batch: MicroBatch, config: Any) -> Tensor:
-    """Text positions, from which samples are told apart, and M-RoPE's three: (4, 1, tokens)."""
-    return torch.cat([batch.position_ids[None], _mrope(batch, config)])[:, None]
+    """Text positions, from which samples are told apart, and M-RoPE's three: (4, 1, tokens).
+
+    A video is one run of tokens.
+    """
+    return _positions(batch, config, _runs(batch, config))
 
 
-def _mrope(batch: MicroBatch, config: Any) -> Tensor:
+def _stamped_positions(batch: MicroBatch, config: Any) -> Tensor:
+    """The same of models with times in the text: each frame of a video is a run of its own."""
+    runs = (Run(1, *run[1:3]) for run in _runs(batch, config) for _ in range(run.frames))
+    return _positions(batch, config, runs)
+
+
+def _runs(batch: MicroBatch, config: Any) -> list[Run]:
+    merge = config.vision_config.spatial_merge_size
+    # Qwen2.5-VL's positions of frames are times; the next frame is the next one with the others
+    scale = getattr(config.vision_config, "tokens_per_second", None)
+    grids = [] if batch.image_grid_thw is None else batch.image_grid_thw.tolist()
+    seconds = [0.0] * len(grids) if batch.video_seconds is None else batch.video_seconds.tolist()
+    return [
+        Run(frames, rows // merge, columns // merge, scale * second if scale and second else 1.0)
+        for (frames, rows, columns), second in zip(grids, seconds, strict=True)
+    ]
+
+
+def _positions(batch: MicroBatch, config: Any, runs: Iterable[Run]) -> Tensor:
+    return torch.cat([batch.position_ids[None], _mrope(batch, config, iter(runs))])[:, None]
+
+
+def _mrope(batch: MicroBatch, config: Any, runs: Iterator[Run]) -> Tensor:
     """Qwen2-VL's rotary positions (frame, row, column), (3, tokens), from 0 in each sample.
 
-    Text counts up in all three rows. An image starts where the text before it ended, plus row and
-    column of the merged patch; the text after it, after its larger side (arXiv 2409.12191, 2.1).
+    Text counts up in all three rows. An image starts where the text before it ended, plus frame,
+    row and column of the merged patch; the text after it, after the larger side of a frame (arXiv
+    2409.12191, 2.1).
     """
-    merge = config.vision_config.spatial_merge_size
-    thw = batch.image_grid_thw
-    # (images, 2): rows and columns of LLM tokens
-    grids = iter([] if thw is None else (thw[:, 1:] // merge).tolist())
-    image_places = (batch.input_ids == config.image_token_id).nonzero().flatten().tolist()
+    image_places = vision_tokens(batch, config).nonzero().flatten().tolist()
     parts = [torch.zeros(3, 0, dtype=torch.long)]
     taken = 0  # image tokens so far
     for start, end in pairwise(batch.cu_seqlens.tolist()):
@@ -49,22 +84,48 @@ def _mrope(batch: MicroBatch, config: Any) -> Tensor:
             parts.append(torch.arange(position, position + text_end - place).expand(3, -1))
             position, place = position + text_end - place, text_end
             if place < end:
-                rows, columns = next(grids)
-                parts.append(position + _grid_places(rows, columns))
-                position, place, taken = (
-                    position + max(rows, columns),
-                    place + rows * columns,
-                    taken + rows * columns,
-                )
+                run = next(runs)
+                parts.append(position + _grid_places(run))
+                position += max(run.rows, run.columns)
+                place, taken = place + parts[-1].shape[1], taken + parts[-1].shape[1]
     return torch.cat(parts, dim=1).to(batch.position_ids.device)
 
 
-def _grid_places(rows: int, columns: int) -> Tensor:
-    """Frame 0, row and column of each merged patch, row by row: (3, rows * columns)."""
-    places = torch.zeros(3, rows, columns, dtype=torch.long)
-    places[1] = torch.arange(rows)[:, None]
-    places[2] = torch.arange(columns)
+def _grid_places(run: Run) -> Tensor:
+    """Frame, row and column of each merged patch, frame by frame: (3, tokens)."""
+    places = torch.zeros(3, *run[:3], dtype=torch.long)
+    # in float32, and cut off, as the reference does
+    times = torch.arange(run.frames) * torch.tensor(run.interval, dtype=torch.float32)
+    places[0] = times.long()[:, None, None]
+    places[1] = torch.arange(run.rows)[:, None]
+    places[2] = torch.arange(run.columns)
     return places.flatten(1)
+
+
+def _merged_images(batch: MicroBatch, config: Any) -> Arguments:
+    """Images and videos apart, each with its grids."""
+    grids, seconds = image_grids(batch), batch.video_seconds
+    if seconds is None:
+        return {"pixel_values": batch.pixel_values, "image_grid_thw": grids}
+    parts = batch.pixel_values.split(grids.prod(dim=1).tolist())
+    arguments: Arguments = {}
+    for names, chosen in (
+        (("pixel_values", "image_grid_thw"), seconds == 0),
+        (("pixel_values_videos", "video_grid_thw"), seconds > 0),
+    ):
+        numbers = chosen.nonzero().flatten().tolist()
+        if numbers:
+            rows = torch.cat([parts[number] for number in numbers])
+            arguments |= dict(zip(names, (rows, grids[chosen]), strict=True))
+    return arguments
+
+
+def _glm_images(batch: MicroBatch, config: Any) -> Arguments:
+    """Frames of videos as images, which share their token: the model cannot tell them apart."""
+    grids = image_grids(batch)
+    frames = grids.repeat_interleave(grids[:, 0], dim=0)
+    frames[:, 0] = 1
+    return {"pixel_values": batch.pixel_values, "image_grid_thw": frames}
 
 
 def _blank_merged(config: Any) -> BlankImage:
@@ -108,24 +169,23 @@ def _sliced_images(batch: MicroBatch, config: Any) -> Arguments:
 
 
 _MERGED = ModelFamily(
-    blank=_blank_merged,
-    images=pixel_arguments("image_grid_thw"),
-    positions=mrope_positions,
-    is_native=True,
+    blank=_blank_merged, images=_merged_images, positions=mrope_positions, is_native=True
 )
+_STAMPED = replace(_MERGED, positions=_stamped_positions)
+_GLM = replace(_STAMPED, images=_glm_images)
 _PIXTRAL = ModelFamily(blank=_blank_pixtral, images=_pixtral_images, is_native=True)
 NATIVE_FAMILIES = {
     "qwen2_vl": _MERGED,
     "qwen2_5_vl": _MERGED,
-    "qwen3_vl": _MERGED,
-    "qwen3_vl_moe": _MERGED,
-    "qwen3_5": _MERGED,
-    "qwen3_5_moe": _MERGED,
+    "qwen3_vl": _STAMPED,
+    "qwen3_vl_moe": _STAMPED,
+    "qwen3_5": _STAMPED,
+    "qwen3_5_moe": _STAMPED,
     "qwen2_5_omni_thinker": _MERGED,
     "qwen3_omni_moe_thinker": _MERGED,
-    "glm4v": _MERGED,
-    "glm4v_moe": _MERGED,
-    "glm46v": _MERGED,
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": _GLM,
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "minicpmv4_6": ModelFamily(blank=_blank_slices, images=_sliced_images, is_native=True),

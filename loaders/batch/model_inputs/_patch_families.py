@@ -1,10 +1,14 @@
 """Models with patches of one size: LLaVA, InternVL, SmolVLM and others.
 
-`MicroBatch.pixel_values` are (patches, 3, side, side).
+`MicroBatch.pixel_values` are (patches, 3, side, side). A video's frames are patches; InternVL and
+SmolVLM take them as images.
 """
 
 from itertools import groupby
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from balance.errors import ConfigError
 from loaders.batch.micro_batch import MicroBatch
@@ -46,13 +50,37 @@ def _blank_idefics(config: Any) -> BlankImage:
 
 
 def _onevision_images(batch: MicroBatch, config: Any) -> Arguments:
+    """Images with `batch_num_images`, and videos apart: (videos, frames, 3, side, side)."""
+    seconds, counts = batch.video_seconds, batch.patches_per_image
+    if seconds is None:
+        return _onevision_tiles(batch.pixel_values, batch.image_sizes, counts, config)
+    is_video = seconds > 0
+    parts = batch.pixel_values.split(counts.tolist())
+    videos = [parts[number] for number in is_video.nonzero().flatten().tolist()]
+    images = [parts[number] for number in (~is_video).nonzero().flatten().tolist()]
+    if len({len(frames) for frames in videos}) > 1:
+        raise ConfigError(
+            f"videos of {', '.join(str(len(frames)) for frames in videos)} frames: transformers'"
+            f" {config.model_type} takes only equally many in one micro-batch; build with lists of"
+            " frames of one length, or with files"
+        )
+    arguments: Arguments = {"pixel_values_videos": torch.stack(videos)}
+    if images:
+        sizes = batch.image_sizes[~is_video]
+        arguments |= _onevision_tiles(torch.cat(images), sizes, counts[~is_video], config)
+    return arguments
+
+
+def _onevision_tiles(
+    pixels: Tensor, image_sizes: Tensor, patch_counts: Tensor, config: Any
+) -> Arguments:
     """With `batch_num_images`: an image that is alone in its sample has tiles, others have none.
 
     transformers asks for images per sample and needs nothing else of them. So neighbouring images
     of one patch count as one sample here, whichever samples they belong to.
     """
     counts: list[int] = []
-    for has_tiles, images in groupby(batch.patches_per_image.tolist(), key=lambda rows: rows > 1):
+    for has_tiles, images in groupby(patch_counts.tolist(), key=lambda rows: rows > 1):
         number = len(list(images))
         if number == 1 and not has_tiles:
             raise ConfigError(
@@ -60,12 +88,8 @@ def _onevision_images(batch: MicroBatch, config: Any) -> Arguments:
                 " such images; build with that model's preset"
             )
         counts += [1] * number if has_tiles else [number]
-    num_images = batch.patches_per_image.new_tensor(counts)
-    return {
-        "pixel_values": batch.pixel_values,
-        "image_sizes": batch.image_sizes,
-        "batch_num_images": num_images,
-    }
+    num_images = patch_counts.new_tensor(counts)
+    return {"pixel_values": pixels, "image_sizes": image_sizes, "batch_num_images": num_images}
 
 
 def _idefics_images(batch: MicroBatch, config: Any) -> Arguments:

@@ -70,6 +70,15 @@ def image_grids(batch: MicroBatch) -> Tensor:
     return batch.image_grid_thw
 
 
+def vision_tokens(batch: MicroBatch, config: Any) -> Tensor:
+    """Whether each token is one that features of images or videos fill, bool, (tokens,)."""
+    mask = batch.input_ids == config.image_token_id
+    video = getattr(config, "video_token_id", None)
+    if batch.video_seconds is None or video is None:
+        return mask
+    return mask | (batch.input_ids == video)
+
+
 def config_of_text(config: Any) -> Any:
     """The config of a model's language model."""
     return getattr(config, "text_config", config)

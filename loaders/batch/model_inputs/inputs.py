@@ -17,7 +17,7 @@ from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs._registry import family_of
-from loaders.batch.model_inputs.family import Arguments, BlankImage, config_of_text
+from loaders.batch.model_inputs.family import Arguments, BlankImage, config_of_text, vision_tokens
 
 BLANK_SAMPLE_ID = "(blank image)"
 
@@ -118,7 +118,7 @@ def _check_media(batch: MicroBatch, config: Any, *, is_native: bool) -> None:
             f"there are audio clips, but {config.model_type} has no audio encoder that model_inputs"
             " knows"
         )
-    if not len(batch.image_sizes) and bool((batch.input_ids == config.image_token_id).any()):
+    if not len(batch.image_sizes) and bool(vision_tokens(batch, config).any()):
         raise ConfigError(
             f"image tokens ({config.image_token_id}) without images: a planner gave them to "
             "another rank's encoder, or the model's image_token_id is not the build's"

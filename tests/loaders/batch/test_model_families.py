@@ -192,7 +192,7 @@ def collated(rule, image_counts, seed=0):
         image_samples=np.array([image[2] for image in images], dtype=np.int32),
     )
     totals = StepTotals(num_loss_tokens=1, num_samples=len(lengths), loss_normalizer=1.0)
-    model = SimpleNamespace(vision=rule, audio=None)  # of a preset, what pixels need
+    model = SimpleNamespace(vision=rule, video=None, audio=None)  # of a preset, what pixels need
     return collate(raw, model, LoaderConfig(pixel_dtype=torch.float32), totals)
 
 
