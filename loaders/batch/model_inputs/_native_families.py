@@ -107,7 +107,7 @@ def _merged_images(batch: MicroBatch, config: Any) -> Arguments:
     grids, seconds = image_grids(batch), batch.video_seconds
     if seconds is None:
         return {"pixel_values": batch.pixel_values, "image_grid_thw": grids}
-    parts = batch.pixel_values.split(grids.prod(dim=1).tolist())
+    parts = torch.split(batch.pixel_values, grids.prod(dim=1).tolist())
     arguments: Arguments = {}
     for names, chosen in (
         (("pixel_values", "image_grid_thw"), seconds == 0),

@@ -55,7 +55,7 @@ def _onevision_images(batch: MicroBatch, config: Any) -> Arguments:
     if seconds is None:
         return _onevision_tiles(batch.pixel_values, batch.image_sizes, counts, config)
     is_video = seconds > 0
-    parts = batch.pixel_values.split(counts.tolist())
+    parts = torch.split(batch.pixel_values, counts.tolist())
     videos = [parts[number] for number in is_video.nonzero().flatten().tolist()]
     images = [parts[number] for number in (~is_video).nonzero().flatten().tolist()]
     if len({len(frames) for frames in videos}) > 1:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from balance.errors import ConfigError
@@ -72,11 +73,10 @@ def image_grids(batch: MicroBatch) -> Tensor:
 
 def vision_tokens(batch: MicroBatch, config: Any) -> Tensor:
     """Whether each token is one that features of images or videos fill, bool, (tokens,)."""
-    mask = batch.input_ids == config.image_token_id
-    video = getattr(config, "video_token_id", None)
-    if batch.video_seconds is None or video is None:
-        return mask
-    return mask | (batch.input_ids == video)
+    tokens = [config.image_token_id]
+    if batch.video_seconds is not None:
+        tokens.append(getattr(config, "video_token_id", tokens[0]))
+    return torch.isin(batch.input_ids, torch.tensor(tokens, device=batch.input_ids.device))
 
 
 def config_of_text(config: Any) -> Any:
