@@ -1,4 +1,4 @@
-"""Images and videos of stored samples -> rows of pixels, for `loaders.batch.collate`.
+"""Stored images and videos -> rows of pixels, for `loaders.batch.collate`.
 
 Both are in `StoredGroup.images`, in the order of their places in `input_ids`. What each becomes is
 a plan: `balance.media.image_tokens` or `balance.media.video_tokens`.

@@ -85,6 +85,8 @@ class TinyFamily:
 def make_family_model(name, seed=0):
     torch.manual_seed(seed)
     family = FAMILIES[name]
+    # a copy: configs write their own defaults into it, which are not those of the next family
+    MROPE_TEXT["rope_parameters"] = dict(ROPE)
     config = family.config()
     if name.endswith("thinker"):
         kind = {"qwen2": "Qwen2_5Omni", "qwen3": "Qwen3OmniMoe"}[name[:5]]
