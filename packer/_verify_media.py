@@ -16,14 +16,18 @@ from balance.errors import ConfigError, MediaRejected
 from balance.media.audio_tokens import plan_audio
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import read_header
+from packer.media.video_header import read_video_header
 from packer.records.media import Media, SampleProblem, open_media
 from shards.folders import Folder, is_uri, open_folder
 from shards.manifest import Manifest
 
-_NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}
-"""Columns of what was counted of each file."""
+_NUMBERS = {
+    "image": ("image_widths", "image_heights", "image_frames", "image_rates"),
+    "audio": ("audio_lengths",),
+}
+"""Columns of what was counted of each file; a build may be without videos'."""
 
-_File = tuple[str, str, tuple[int, ...]]
+_File = tuple[str, str, tuple[float, ...]]
 """Kind and name of a file, and its numbers as counted."""
 
 
@@ -57,7 +61,8 @@ def _files_of(shards: Folder, name: str) -> dict[_File, str]:
             batch = reader.get_batch(number)
             for kind, columns in _NUMBERS.items():
                 names = batch.column(f"{kind}_paths").to_pylist()
-                numbers = [batch.column(column).to_pylist() for column in columns]
+                there = (column for column in columns if column in batch.schema.names)
+                numbers = [batch.column(column).to_pylist() for column in there]
                 owners = batch.column("sample_id").to_pylist()
                 for owner, own, *counted in zip(owners, names, *numbers, strict=True):
                     for path, *values in zip(own, *counted, strict=True):
@@ -68,19 +73,30 @@ def _files_of(shards: Folder, name: str) -> dict[_File, str]:
 def _problem(root: Folder, manifest: Manifest, file: _File, owner: str) -> str:
     """What is wrong with a file, with the sample that has it; empty if nothing is."""
     kind, name, counted = file
+    if kind == "image" and len(counted) > 2:
+        kind, counted = ("video", counted) if counted[2] else (kind, counted[:2])
     try:
         with open_media(root, Media(name), kind) as content:
             found = _numbers(content, kind, name, manifest)
     except (SampleProblem, MediaRejected) as problem:
         return f"sample {owner!r}: {problem}"
     if found != counted:
-        unit = "pixels" if kind == "image" else "samples"
-        now, before = (" x ".join(map(str, numbers)) for numbers in (found, counted))
-        return f"sample {owner!r}: {name}: {now} {unit} now, {before} when it was counted"
+        now, before = (_TEXTS[kind].format(*numbers) for numbers in (found, counted))
+        return f"sample {owner!r}: {name}: {now} now, {before} when it was counted"
     return ""
 
 
-def _numbers(content: Any, kind: str, name: str, manifest: Manifest) -> tuple[int, ...]:
+_TEXTS = {
+    "image": "{} x {} pixels",
+    "video": "{2} frames of {0} x {1} pixels, {3:.5g} per second",
+    "audio": "{} samples",
+}
+
+
+def _numbers(content: Any, kind: str, name: str, manifest: Manifest) -> tuple[float, ...]:
+    if kind == "video":
+        video = read_video_header(content, name, decode=True)
+        return video.width, video.height, video.num_frames, video.frames_per_second
     if kind == "image":
         header = read_header(content, name, decode=True)
         return header.width, header.height

@@ -68,7 +68,7 @@ class FileCounter:
         if not frames:
             try:
                 with open_media(root, media, "video") as file:
-                    return read_video_header(file, media.name), ()
+                    return read_video_header(file, media.name, decode=self._decode_images), ()
             except SampleProblem as problem:
                 is_folder = problem.reason == "missing_video" and not media.container
                 if not is_folder or not (frames := frames_in_folder(root, media.name)):

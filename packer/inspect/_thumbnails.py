@@ -1,4 +1,4 @@
-"""Image file -> a small upright picture for a page, or why there is none. Pure.
+"""Image or video -> a small upright picture for a page, or why there is none. Pure.
 
 Damaged files are what a person looks for in a build, so an error is a value here.
 """
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from balance.errors import first_line
+from balance.errors import DataError, first_line
+from balance.media.frame_archive import is_frame_archive, unpack_frames
 from packer.media.image_header import PILLOW_ERRORS
+from packer.media.video_header import first_frame
+from packer.records.media import SampleProblem
 
 MOST_PIXELS = 160
 """Longer side of a thumbnail."""
@@ -30,12 +33,18 @@ class Thumbnail:
     full_height: int
 
 
-def make_thumbnail(data: bytes) -> Thumbnail | str:
-    """The thumbnail of an image file, or in one line why Pillow cannot decode it."""
+def make_thumbnail(data: bytes, *, is_video: bool = False) -> Thumbnail | str:
+    """The thumbnail of an image or a video's first frame, or in one line why there is none."""
     try:
+        if is_video and not is_frame_archive(data):
+            return _shrunk(first_frame(io.BytesIO(data)))
+        if is_video:
+            data = unpack_frames(data)[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return _decode(data)
+    except (SampleProblem, DataError) as error:
+        return first_line(error)
     except UnidentifiedImageError:
         return "not an image that Pillow knows" if data else "the file is empty"
     except (Image.DecompressionBombError, *PILLOW_ERRORS) as error:
@@ -44,7 +53,10 @@ def make_thumbnail(data: bytes) -> Thumbnail | str:
 
 def _decode(data: bytes) -> Thumbnail:
     with Image.open(io.BytesIO(data)) as image:
-        upright = ImageOps.exif_transpose(image)
+        return _shrunk(ImageOps.exif_transpose(image))
+
+
+def _shrunk(upright: Image.Image) -> Thumbnail:
     full_width, full_height = upright.size
     has_alpha = upright.has_transparency_data
     picture = upright.convert("RGBA" if has_alpha else "RGB")

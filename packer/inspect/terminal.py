@@ -66,11 +66,13 @@ def sample_text(sample: SampleView, unit: str) -> str:
 
 
 def image_text(image: ImageView) -> str:
-    """Size, bytes and tokens of an image, in one line."""
+    """Size, bytes and tokens of an image or a video, in one line."""
     size = "" if image.num_bytes is None else f", {size_text(image.num_bytes)}"
     patches = counted(image.num_patches, "patches")
     tokens = f"{patches}, {counted(image.num_tokens, 'LLM tokens')}"
-    return f"{image.width} x {image.height}{size}: {tokens}"
+    frames = f", {counted(image.num_frames, 'frames')}" if image.num_frames else ""
+    frames += f" at {image.rate:.5g} per second" if image.rate else ""
+    return f"{image.width} x {image.height}{frames}{size}: {tokens}"
 
 
 def extra_text(name: str, value: object) -> str:
@@ -103,9 +105,10 @@ def _print_sample(number: int, sample: SampleView, unit: str, console: Console) 
         _print_indented(Text(extra_text(name, value)), console)
     for place, image in enumerate(sample.images, start=1):
         name = f"  {visible(image.name)}" if image.name else ""
-        _print_indented(Text(f"image {place}: {image_text(image)}{name}"), console)
+        about = f"{image.kind} {place}"
+        _print_indented(Text(f"{about}: {image_text(image)}{name}"), console)
         if image.problem:
-            _print_indented(Text(f"image {place} {visible(image.problem)}", "bold red"), console)
+            _print_indented(Text(f"{about} {visible(image.problem)}", "bold red"), console)
     for place, seconds in enumerate(sample.audio_seconds, start=1):
         _print_indented(Text(f"clip {place}: {seconds:.1f} s"), console)
     content = Text()

@@ -1,4 +1,4 @@
-"""Token ids of a stored sample -> pieces of text, labels, image and audio.
+"""Token ids of a stored sample -> pieces of text, labels, images, videos and audio.
 
 A build holds its tokenizer's hash only. The tokenizer is given again, and is refused without it.
 """
@@ -28,6 +28,7 @@ class PieceKind(StrEnum):
     """Text that is learned."""
     image = "image"
     audio = "audio"
+    video = "video"
 
 
 _KINDS = tuple(PieceKind)
@@ -35,14 +36,14 @@ _KINDS = tuple(PieceKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Adjacent tokens of one kind; those of one run of a file for an image or a clip."""
+    """Adjacent tokens of one kind; those of one run of a file for an image, video or clip."""
 
     kind: PieceKind
     input_ids: tuple[int, ...]
     text: str | None = None
     """None for files, and without a tokenizer."""
     file: int | None = None
-    """Number of the image or clip within the sample, from 0."""
+    """Number of the file within the sample, from 0; images and videos have one numbering."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ids only where there is neither text nor a file."""
@@ -70,18 +71,18 @@ def load_decoder(source: str, manifest: Manifest, chat_template: str | None = No
 def read_pieces(
     input_ids: Int32Array,
     labels: Int32Array,
-    files: Mapping[PieceKind, tuple[int | None, Sequence[tuple[int, int]]]],
+    files: Mapping[PieceKind, tuple[Sequence[int], Sequence[tuple[int, int]]]],
     decoder: Tokenizer | None,
 ) -> tuple[Piece, ...]:
     """A sample's pieces in order.
 
-    `files` has the token id of images and audio, and (number of the file, tokens) of each run.
+    `files` has the token ids of images (videos among them) and audio, and (number of the file,
+    tokens) of each run.
     """
     text, label = _KINDS.index(PieceKind.text), _KINDS.index(PieceKind.label)
     kinds = np.where(labels == LABEL_IGNORE, text, label)
-    for kind, (token_id, _) in files.items():
-        if token_id is not None:
-            kinds[input_ids == token_id] = _KINDS.index(kind)
+    for kind, (token_ids, _) in files.items():
+        kinds[np.isin(input_ids, token_ids)] = _KINDS.index(kind)
     # a piece begins where the kind changes
     borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(input_ids)]
     left = {kind: list(runs) for kind, (_, runs) in files.items()}

@@ -5,9 +5,10 @@ may be of any size (at a URI, index and tables are fetched). Terminal, page and 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ from tokenizers import Tokenizer
 from balance.errors import ConfigError, DamagedShard, first_line
 from balance.media.audio_tokens import plan_audio
 from balance.media.image_tokens import ImagePlan, plan_image
+from balance.media.video_rules import VideoRule
+from balance.media.video_tokens import VideoFacts, plan_video
 from balance.types import COUNT_COLUMNS, IntArray, Limits
 from packer.demo.dataset import demo_tokenizer_path
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
@@ -38,7 +41,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
-    """An image of a sample."""
+    """An image or a video of a sample."""
 
     name: str
     """Path under the data root or in the tar; empty in Arrow shards, which hold no names."""
@@ -53,6 +56,20 @@ class ImageView:
     problem: str
     """Why it cannot be read or decoded, or how it differs from what was counted; else empty."""
     thumbnail: Thumbnail | None = field(repr=False)
+    num_frames: int = 0
+    """Frames of a video; 0 for an image."""
+    rate: float = 0.0
+    """Frames per second of a video; 0 for a list of images, too."""
+
+    @property
+    def kind(self) -> PieceKind:
+        """Whether it is an image or a video."""
+        return PieceKind.video if self.num_frames else PieceKind.image
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the thumbnail."""
+        hidden = ("thumbnail",) if self.num_frames else ("thumbnail", "num_frames", "rate")
+        return _plain(self, without=hidden) | {"problem": self.problem or None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +90,9 @@ class SampleView:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without thumbnails."""
-        images = [_plain(image, without=("thumbnail",)) for image in self.images]
         return _plain(self, without=("vision_load",)) | {
             "pieces": [piece.to_json() for piece in self.pieces],
-            "images": [image | {"problem": image["problem"] or None} for image in images],
+            "images": [image.to_json() for image in self.images],
         }
 
 
@@ -256,23 +272,31 @@ def _sample_view(
     images = tuple(_image_view(stored, image, manifest) for image in image_places)
     plans = [_plan_of(stored, image, manifest) for image in image_places]
     image_runs = [(number, run) for number, plan in enumerate(plans) for run in plan.runs]
-    files: dict[PieceKind, tuple[int | None, list[tuple[int, int]]]] = {
-        PieceKind.image: (manifest.image_token_id, image_runs)
+    token_ids = [manifest.image_token_id, manifest.video_token_id, manifest.audio_token_id]
+    *visual, audio = ([] if each is None else [each] for each in token_ids)
+    files: dict[PieceKind, tuple[Sequence[int], list[tuple[int, int]]]] = {
+        PieceKind.image: ([*chain(*visual)], image_runs)
     }
     audio_seconds: tuple[float, ...] = ()
     if rule := manifest.model.audio:
         lengths = stored.audio_lengths[stored.audio_samples == place].tolist()
         clips = [plan_audio(rule, length, rule.sampling_rate) for length in lengths]
         clip_tokens = [clip.num_audio_tokens for clip in clips]
-        files[PieceKind.audio] = manifest.audio_token_id, list(enumerate(clip_tokens))
+        files[PieceKind.audio] = audio, list(enumerate(clip_tokens))
         audio_seconds = tuple(clip.num_samples / rule.sampling_rate for clip in clips)
     tokens = slice(*stored.cu_seqlens[place : place + 2])
+    pieces = read_pieces(stored.input_ids[tokens], stored.labels[tokens], files, decoder)
     return SampleView(
         sample_id=stored.sample_ids[place],
         source=about["source"],
         counts={name: about[name] for name in (*COUNT_COLUMNS, "seq_len")},
         vision_load=about[f"num_{manifest.limits.vision_unit}"],
-        pieces=read_pieces(stored.input_ids[tokens], stored.labels[tokens], files, decoder),
+        pieces=tuple(
+            replace(piece, kind=images[piece.file].kind)
+            if piece.kind is PieceKind.image and piece.file is not None
+            else piece
+            for piece in pieces
+        ),
         images=images,
         audio_seconds=audio_seconds,
         extras={name: values[place] for name, values in stored.extras.items()},
@@ -281,6 +305,7 @@ def _sample_view(
 
 def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageView:
     height, width = stored.image_sizes[number].tolist()
+    num_frames, rate = int(stored.image_frames[number]), float(stored.image_rates[number])
     name = stored.image_names[number] if stored.image_names else ""
     data: bytes | None = None
     thumbnail: Thumbnail | str
@@ -290,7 +315,7 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
             data = open_folder(manifest.data_root or "", follow_links=True).read(name)
         else:
             data = bytes(stored.images[number])
-        thumbnail = make_thumbnail(data)
+        thumbnail = make_thumbnail(data, is_video=num_frames > 0)
     except OSError as error:
         reason = error.strerror or error
         thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
@@ -304,12 +329,18 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
         num_bytes=None if data is None else len(data),
         problem=thumbnail if isinstance(thumbnail, str) else _change(thumbnail, width, height),
         thumbnail=None if isinstance(thumbnail, str) else thumbnail,
+        num_frames=num_frames,
+        rate=rate,
     )
 
 
 def _plan_of(stored: StoredGroup, number: int, manifest: Manifest) -> ImagePlan:
     height, width = stored.image_sizes[number].tolist()
-    several = int((stored.image_samples == stored.image_samples[number]).sum())
+    if num_frames := int(stored.image_frames[number]):
+        facts = VideoFacts(width, height, num_frames, float(stored.image_rates[number]))
+        return plan_video(cast("VideoRule", manifest.model.video), facts)
+    same = stored.image_samples == stored.image_samples[number]
+    several = int((same & (stored.image_frames == 0)).sum())
     return plan_image(manifest.model.vision, width, height, several)
 
 

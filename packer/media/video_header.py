@@ -7,9 +7,13 @@ could lead FFmpeg to other files. MP4 and AVI have a table of all frames. Where 
 
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any
+
+from PIL import Image
 
 from balance.errors import first_line
 from packer.records.media import SampleProblem
@@ -22,6 +26,8 @@ _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 """First bytes of a Matroska file, and of the element that holds all the rest."""
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp"}
 """Boxes that an MP4 or MOV file may begin with."""
+_HIDDEN = 2
+"""AVINDEX_DISCARD_FRAME in the flags of an entry of FFmpeg's table."""
 _describing = threading.Lock()
 
 
@@ -38,9 +44,11 @@ class VideoHeader:
     num_bytes: int
 
 
-def read_video_header(file: IO[bytes], name: str) -> VideoHeader:
-    """Size, frames and rate of a seekable video file; SampleProblem names it as `name`."""
-    av = _import_av()
+def read_video_header(file: IO[bytes], name: str, *, decode: bool = False) -> VideoHeader:
+    """Size, frames and rate of a seekable video file; SampleProblem names it as `name`.
+
+    `decode`: every frame, a thousand times the work, which also finds damage inside.
+    """
     try:
         num_bytes = file.seek(0, 2)
         if num_bytes == 0:
@@ -48,20 +56,44 @@ def read_video_header(file: IO[bytes], name: str) -> VideoHeader:
         if (said := _said_to_end(file, num_bytes)) > num_bytes:
             there = f"{num_bytes:,} of {said:,} bytes are there"
             raise SampleProblem("corrupt_video", f"cut short, {there}")
-        file.seek(0)
-        options = {"format_whitelist": _FORMATS}
-        with av.open(file, options=options, metadata_errors="ignore") as container:
-            return _read(av, container, num_bytes)
+        with _opened(file) as (container, stream):
+            return _read(container, stream, num_bytes, decode=decode)
     except SampleProblem as problem:
         raise SampleProblem(problem.reason, f"{name}: {problem.detail}") from None
-    except av.ArgumentError:  # a container that is not on the list
-        raise SampleProblem("video_format", f"{name}: not a container of videos") from None
-    except av.FFmpegError as error:
-        why = f"{name}: cut short, or not a video that FFmpeg knows ({error.strerror})"
-        raise SampleProblem("corrupt_video", why) from None
     except OSError as error:
         why = f"{name}: {error.strerror or first_line(error)}"
         raise SampleProblem("unreadable_video", why) from None
+
+
+def first_frame(file: IO[bytes]) -> Image.Image:
+    """The first frame of a video file, upright; SampleProblem if there is none."""
+    with _opened(file) as (container, stream):
+        for frame in container.decode(stream):
+            picture: Image.Image = frame.to_image()
+            return picture.rotate(round(frame.rotation / 90) * 90, expand=True)
+    raise SampleProblem("empty_video", "no frame can be decoded")
+
+
+@contextmanager
+def _opened(file: IO[bytes]) -> Iterator[tuple[Any, Any]]:
+    """The container and the stream of video of a file."""
+    av = _import_av()
+    file.seek(0)
+    try:
+        options = {"format_whitelist": _FORMATS}
+        with av.open(file, options=options, metadata_errors="ignore") as container:
+            stream = container.streams.video[0] if container.streams.video else None
+            if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
+                kinds = ", ".join(sorted({each.type for each in container.streams})) or "none"
+                raise SampleProblem("no_video_stream", f"no stream of video; its streams: {kinds}")
+            if stream.codec_context is None:
+                raise SampleProblem("video_format", "PyAV has no decoder for its codec")
+            yield container, stream
+    except av.ArgumentError:  # a container that is not on the list
+        raise SampleProblem("video_format", "not a container of videos") from None
+    except av.FFmpegError as error:
+        why = f"cut short, or not a video that FFmpeg knows ({error.strerror})"
+        raise SampleProblem("corrupt_video", why) from None
 
 
 @cache
@@ -76,18 +108,15 @@ def _import_av() -> Any:
     return av
 
 
-def _read(av: Any, container: Any, num_bytes: int) -> VideoHeader:
-    stream = container.streams.video[0] if container.streams.video else None
-    if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
-        kinds = ", ".join(sorted({each.type for each in container.streams})) or "nothing"
-        raise SampleProblem("no_video_stream", f"it has no video stream, only {kinds}")
-    if stream.codec_context is None:
-        raise SampleProblem("video_format", "PyAV has no decoder for its codec")
+def _read(container: Any, stream: Any, num_bytes: int, *, decode: bool) -> VideoHeader:
     width, height = stream.codec_context.width, stream.codec_context.height
     rate = stream.average_rate or stream.guessed_rate
-    if _is_turned(av, container, stream.index):
+    if _is_turned(container, stream.index):
         width, height = height, width
-    num_frames = _count_frames(container, stream, num_bytes)
+    if decode:
+        num_frames = _decode_frames(container, stream)
+    else:
+        num_frames = _count_frames(container, stream, num_bytes)
     if min(width, height, num_frames) < 1:
         what = f"{num_frames} frames of {width} x {height} pixels"
         raise SampleProblem("empty_video", what)
@@ -96,12 +125,13 @@ def _read(av: Any, container: Any, num_bytes: int) -> VideoHeader:
     return VideoHeader(width, height, num_frames, float(rate), num_bytes)
 
 
-def _is_turned(av: Any, container: Any, stream: int) -> bool:
+def _is_turned(container: Any, stream: int) -> bool:
     """Whether the stream's display matrix turns frames by a quarter.
 
     PyAV gives the matrix of decoded frames only. FFmpeg's description of a container, made for
     people, has it without decoding; PyAV takes it from the log, so the log is switched on for it.
     """
+    av = _import_av()
     with _describing, av.logging.Capture(local=False):  # of other threads too: dropped
         av.logging.set_level(av.logging.INFO)
         try:
@@ -114,17 +144,31 @@ def _is_turned(av: Any, container: Any, stream: int) -> bool:
 
 
 def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
-    """Frames of a stream: by the container, else by its packets. SampleProblem if some are gone."""
-    index, wanted = stream.index_entries, int(stream.frames)
-    entries = len(index)
+    """Frames that are shown: by the container's table, else by its packets.
+
+    An MP4 file that was cut without encoding it again hides those before its first shown frame.
+    SampleProblem if some are gone.
+    """
+    table, listed = stream.index_entries, int(stream.frames)
     if container.format.name == "gif":
-        return wanted  # FFmpeg counts them when it opens the file
-    if entries and entries == wanted and index[entries - 1].pos + index[-1].size <= num_bytes:
-        return wanted
-    found = sum(1 for packet in container.demux(stream) if packet.size)
-    if found < max(wanted, entries):
-        there = f"{found:,} of {max(wanted, entries):,} frames are there"
+        return listed  # FFmpeg counts them when it opens the file
+    entries = len(table)
+    if entries and entries == listed and table[-1].pos + table[-1].size <= num_bytes:
+        return sum(not entry.flags & _HIDDEN for entry in table)
+    packets = [packet.is_discard for packet in container.demux(stream) if packet.size]
+    if len(packets) < entries:
+        there = f"{len(packets):,} of {entries:,} frames are there"
         raise SampleProblem("corrupt_video", f"cut short, {there}")
+    return packets.count(False)
+
+
+def _decode_frames(container: Any, stream: Any) -> int:
+    """Frames that decode, all of them; SampleProblem if one is damaged."""
+    found = 0
+    for frame in container.decode(stream):
+        if frame.is_corrupt:
+            raise SampleProblem("corrupt_video", f"frame {found} is damaged")
+        found += 1
     return found
 
 

@@ -265,8 +265,10 @@ def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> 
             raise _BadMemberError(sample.broken)
         files = _by_suffix(sample)
         record = _texts(files, file)
+        frames = _place_frames(record, files, container)
         for kind in SUFFIXES:
-            found = {suffix: files[suffix] for suffix in _ordered(files, kind)}
+            ordered = [suffix for suffix in _ordered(files, kind) if suffix not in frames]
+            found = {suffix: files[suffix] for suffix in ordered}
             _add_media(record, kind, found, container)
     except _BadMemberError as error:
         return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
@@ -332,6 +334,27 @@ def _ordered(files: dict[str, Member], kind: str) -> list[str]:
     if all(number.isascii() and number.isdecimal() for number in numbers):
         found.sort(key=lambda suffix: int(suffix.partition(".")[0]))
     return found
+
+
+def _place_frames(record: dict[str, Any], files: dict[str, Member], container: str) -> set[str]:
+    """Put the image files that a record names as a video's frames in their place; their suffixes."""
+    suffixes = {_media(files[suffix], container): suffix for suffix in _ordered(files, "image")}
+    by_name = {PurePosixPath(media.name).name: media for media in suffixes}
+    by_name |= {suffix: media for media, suffix in suffixes.items()}
+    used: set[str] = set()
+
+    def placed(given: Any) -> Any:
+        if isinstance(given, list):
+            return [placed(each) for each in given]
+        if (found := _find(given, by_name)) is None:
+            return given
+        used.add(suffixes[found])
+        return found
+
+    for key in ("video", "videos"):
+        if isinstance(record.get(key), list):
+            record[key] = placed(record[key])
+    return used
 
 
 def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], container: str) -> None:
