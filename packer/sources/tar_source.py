@@ -337,7 +337,7 @@ def _ordered(files: dict[str, Member], kind: str) -> list[str]:
 
 
 def _place_frames(record: dict[str, Any], files: dict[str, Member], container: str) -> set[str]:
-    """Put the image files that a record names as a video's frames in their place; their suffixes."""
+    """Put the images that a record names as a video's frames in their place; their suffixes."""
     suffixes = {_media(files[suffix], container): suffix for suffix in _ordered(files, "image")}
     by_name = {PurePosixPath(media.name).name: media for media in suffixes}
     by_name |= {suffix: media for media, suffix in suffixes.items()}
