@@ -82,9 +82,11 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[Any, Any]]:
     try:
         options = {"format_whitelist": _FORMATS}
         with av.open(file, options=options, metadata_errors="ignore") as container:
+            if not len(container.streams):
+                raise SampleProblem("corrupt_video", "cut short, or without any stream")
             stream = container.streams.video[0] if container.streams.video else None
             if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
-                kinds = ", ".join(sorted({each.type for each in container.streams})) or "none"
+                kinds = ", ".join(sorted({each.type for each in container.streams}))
                 raise SampleProblem("no_video_stream", f"no stream of video; its streams: {kinds}")
             if stream.codec_context is None:
                 raise SampleProblem("video_format", "PyAV has no decoder for its codec")
@@ -186,7 +188,7 @@ def _said_to_end(file: IO[bytes], num_bytes: int) -> int:
 def _end_of_boxes(file: IO[bytes], num_bytes: int) -> int:
     """End of the last box of an MP4 or MOV file: a size of 4 bytes, or after the type of 8."""
     end = 0
-    while 0 <= end < num_bytes - 8:
+    while end <= num_bytes - 8:
         file.seek(end)
         head = file.read(16)
         size = int.from_bytes(head[:4], "big")
