@@ -1,4 +1,4 @@
-"""Image or video -> a small upright picture for a page, or why there is none. Pure.
+"""Image or video -> a small upright picture, or why there is none. Pure.
 
 Damaged files are what a person looks for in a build, so an error is a value here.
 """

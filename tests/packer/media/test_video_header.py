@@ -17,8 +17,8 @@ from transformers.video_utils import read_video_pyav
 from packer.media import video_header
 from packer.media.video_header import first_frame, read_video_header
 from packer.records.media import SampleProblem
-from support.builds.odd_videos import audio_only, cut_without_encoding, encoded, picture
 from support.clips import CODECS, make_clip
+from support.odd_videos import audio_only, cut_without_encoding, encoded, picture
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "12"))
 RATES = (Fraction(24), Fraction(30000, 1001), Fraction(25), Fraction(15, 2), Fraction(60))
