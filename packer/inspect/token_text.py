@@ -1,4 +1,4 @@
-"""Token ids of a stored sample -> pieces of text, labels, images, videos and audio.
+"""Token ids of a stored sample -> pieces of text, labels, images, videos, audio.
 
 A build holds its tokenizer's hash only. The tokenizer is given again, and is refused without it.
 """
