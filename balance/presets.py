@@ -177,6 +177,9 @@ class MediaMarkup:
     """Texts of a rule's `part_names`, for an image that has several. `token` in them stands for all
     of the part; {row} and {column}, from 1, are numbers, as in `prefix` {number}, from 0, is.
     {label} is a frame's time or number."""
+    template_first: bool = False
+    """Whether the chat template writes an image wherever it can, if it takes strings too: what it
+    writes around one is known to nobody else."""
 
     def __post_init__(self) -> None:
         if self.parts and not self.placeholder:
@@ -197,6 +200,8 @@ class MediaMarkup:
 
     def written(self, plan: ImagePlan, number: int) -> str:
         """The markup of a sample's image `number`, from 0, with one token for each of its runs."""
+        if plan.text:
+            return plan.text
         return _written(self, plan.parts, number if "{number}" in self.prefix else 0)
 
 

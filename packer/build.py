@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
+from balance.media.rules import ProcessorRule
 from balance.model_folder.find_model import find_model
 from balance.types import Groups, IntArray, Limits
 from packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
@@ -182,6 +183,7 @@ class Builder:
         config = self.config
         if not self.staging.samples.exists():
             self._note_missing(dataset)
+            self._note_processor()
             settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
@@ -220,8 +222,16 @@ class Builder:
         found = _columns(dataset)
         for name in (name for name in keep if name not in found):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            text = escape(f"{note} {', '.join(sorted(found))}")
-            self.progress.console.print(text, highlight=False, soft_wrap=True)
+            self._note(f"{note} {', '.join(sorted(found))}")
+
+    def _note_processor(self) -> None:
+        """Say what is not known of a model whose images go through its own processor."""
+        if isinstance(self.model.vision, ProcessorRule):
+            unknown = "so caps and balance go by LLM tokens, and no time is predicted"
+            self._note(f"note: {self.model.description}, {unknown}")
+
+    def _note(self, text: str) -> None:
+        self.progress.console.print(escape(text), highlight=False, soft_wrap=True)
 
     def _extras(self, dataset: Dataset) -> ExtraTypes:
         """Types of the kept columns. ConfigError if one has no value in any sample."""

@@ -1,8 +1,8 @@
 """The model that `--model` names: a preset, a TOML file, a folder, or a Hub id.
 
 A folder is read by the reader of its family, `model_type` in `config.json`; each gives the rule,
-the markup and the dimensions that a preset would hold. Files are read in `balance.model_folder
-.files`; the readers are pure.
+the markup and the dimensions that a preset would hold. Any other family goes through its processor
+of transformers. Files are read in `balance.model_folder.files`; the families' readers are pure.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from balance.config import preset_names
 from balance.errors import ConfigError
+from balance.media.rules.processor import ProcessorRule
 from balance.model_folder.files import ModelFiles, read_model_files
 from balance.model_folder.gemma import read_gemma3, read_gemma4, read_paligemma
 from balance.model_folder.internvl import read_internvl
@@ -19,7 +20,7 @@ from balance.model_folder.native import read_glm4v, read_qwen_omni, read_qwen_vl
 from balance.model_folder.pixtral import read_pixtral
 from balance.model_folder.shapes import part_of
 from balance.model_folder.splits import read_splits
-from balance.presets import ModelPreset, load_model
+from balance.presets import MediaMarkup, ModelPreset, load_model
 
 Reader = Callable[[ModelFiles], ModelPreset]
 
@@ -83,14 +84,39 @@ def model_from_files(files: ModelFiles) -> ModelPreset:
         )
     if family == "llava" and part_of(files, "vision_config").value("model_type") == "pixtral":
         return read_pixtral(files)
-    if family not in READERS:
-        raise ConfigError(
-            f"model {files.where}: family {family or '(no model_type)'} is not supported; known: "
-            f"{', '.join(READERS)}; for another describe it in a preset (.toml)"
-        )
     try:
-        return READERS[family](files)
+        return READERS.get(family, _read_by_processor)(files)
     except ConfigError as error:
         # of a rule or a shape, which do not know where their numbers are from
         where = "" if files.where in str(error) else f"model {files.where}: "
         raise ConfigError(f"{where}{error}") from None
+
+
+def _read_by_processor(files: ModelFiles) -> ModelPreset:
+    """A model that transformers has a processor for. It has no dimensions, so no predicted times.
+
+    ConfigError, with the reason, where that processor cannot be used.
+    """
+    from balance.media.hf_processor import describe_processor  # noqa: PLC0415  (an extra)
+
+    family = files.model_type
+    if not family:
+        raise ConfigError("its config.json names no model_type; give a preset (.toml)")
+    try:
+        found = describe_processor(files.where, family)
+    except ConfigError as error:
+        raise ConfigError(
+            f"family {family} has no rule of its own, and {error}; or describe it in a preset"
+            " (.toml)"
+        ) from None
+    return ModelPreset(
+        name=family,
+        description=f"{family}: counted and cut by {found.name}; its encoder's cost is not known",
+        context_len=found.context_len,
+        image_markup=MediaMarkup(
+            token=found.token, placeholder=found.placeholder, template_first=True
+        ),
+        vision=ProcessorRule(
+            description=found.description, values_per_token=max(1, found.values_per_token)
+        ),
+    )

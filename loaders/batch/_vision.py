@@ -33,6 +33,10 @@ from shards.stored_group import MissingFile, StoredGroup
 class VisionFields:
     """What a group's images and videos add to a `MicroBatch`."""
 
+    processed: dict[str, Tensor] | None = None
+    """What a processor of transformers gives."""
+    blank_tokens: int = 0
+
     def __init__(
         self,
         raw: StoredGroup,

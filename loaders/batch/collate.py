@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from balance.errors import ConfigError, DataError
 from balance.loss_weights import LossWeights, sample_weights
 from balance.media.audio_tokens import AudioRule, plan_audio
+from balance.media.rules import ProcessorRule
 from balance.presets import ModelPreset
 from balance.types import LABEL_IGNORE
+from loaders.batch._processed_images import ProcessedFields
 from loaders.batch._vision import VisionFields
 from loaders.batch.broken_files import BrokenFiles
 from loaders.batch.micro_batch import MicroBatch
@@ -45,7 +48,9 @@ def collate(
     """
     input_ids, labels, position_ids = _tokens(raw)
     broken = BrokenFiles(raw, config)
-    vision = VisionFields(raw, model, config, seeds, broken)
+    is_processed = isinstance(model.vision, ProcessorRule)
+    fields_of = ProcessedFields if is_processed else VisionFields
+    vision = fields_of(raw, model, config, seeds, broken)
     pixel_values, images = vision.pixels()
     grids, seconds = vision.grids, vision.video_seconds
     audio_fields = _audio_fields(raw, model, config.audio, broken)
@@ -65,6 +70,8 @@ def collate(
         image_sizes=torch.from_numpy(raw.image_sizes.astype(np.int64)),
         image_grid_thw=None if grids is None else _int64(grids).reshape(-1, 3),
         video_seconds=None if seconds is None else torch.tensor(seconds, dtype=torch.float64),
+        processed=vision.processed,
+        blank_tokens=vision.blank_tokens,
         **audio_fields,
         skipped=broken.skipped,
         num_loss_tokens=totals.num_loss_tokens,
@@ -108,7 +115,7 @@ _counted = np.arange(8192)
 
 def _audio_fields(
     raw: StoredGroup, model: ModelPreset, form: AudioForm, broken: BrokenFiles
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The audio fields of a `MicroBatch`; none for a model that has no audio encoder."""
     rule = model.audio
     if rule is None:

@@ -67,6 +67,13 @@ class MicroBatch:
 
     Qwen2-Audio's `feature_attention_mask` is `arange(window_frames) < audio_frames[:, None]`.
     """
+    processed: Mapping[str, Tensor] | None = None
+    """What the model's image processor gives for all images together, by name, where the build has
+    the rule `processor`, else None. `pixel_values` then has no rows. Without images: of one small
+    blank image, whose image tokens are `blank_tokens`.
+    """
+    blank_tokens: int = 0
+    """Image tokens of the blank image in `processed`."""
     images: Sequence[bytes | memoryview | Tensor] = ()
     """By the loader's `images`, in the order of `image_sizes`; `pixel_values` then has no rows.
 
@@ -152,6 +159,8 @@ class MicroBatch:
             changed["images"] = tuple(
                 change(image) if isinstance(image, Tensor) else image for image in self.images
             )
+        if self.processed is not None:
+            changed["processed"] = {name: change(each) for name, each in self.processed.items()}
         if any(isinstance(values, Tensor) for values in self.extras.values()):
             changed["extras"] = {
                 name: change(values) if isinstance(values, Tensor) else values

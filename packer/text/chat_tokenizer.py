@@ -345,7 +345,7 @@ class ChatTokenizer:
 
         Clips are given to the template as parts whenever it writes those: Qwen2-Audio's, which
         also takes strings, numbers them. Images and videos only if it takes no strings: otherwise
-        the model's own markup says what it would write.
+        the model's own markup says what it would write, if it does (`template_first`).
         """
         given: list[tuple[MediumKind, str, MediaMarkup | None, int | None]] = [
             ("image", IMAGE_MARKER, image, self.image_token_id),
@@ -355,7 +355,8 @@ class ChatTokenizer:
         media = []
         for kind, marker, markup, token_id in given:
             if markup is not None and token_id is not None:
-                parts = (takes_parts or kind == "audio") and self._writes(kind, markup)
+                asked = takes_parts or kind == "audio" or markup.template_first
+                parts = asked and self._writes(kind, markup)
                 media.append(Medium(kind, marker, markup, token_id, parts))
         return tuple(media)
 

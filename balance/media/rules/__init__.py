@@ -11,6 +11,7 @@ from balance.media.rules.fixed import FixedRule
 from balance.media.rules.native import NativeRule
 from balance.media.rules.navit import NavitRule
 from balance.media.rules.pixtral import PixtralRule
+from balance.media.rules.processor import ProcessorRule
 from balance.media.rules.slices import SlicesRule
 from balance.media.rules.splits import SplitsRule
 from balance.media.rules.tiles import TilesRule
@@ -27,6 +28,7 @@ VISION_RULES: dict[str, type[VisionRule]] = {
     "pixtral": PixtralRule,
     "navit": NavitRule,
     "slices": SlicesRule,
+    "processor": ProcessorRule,
 }
 """Name in TOML and manifests -> rule."""
 
@@ -40,6 +42,7 @@ __all__ = [
     "NativeSizeRule",
     "NavitRule",
     "PixtralRule",
+    "ProcessorRule",
     "SlicesRule",
     "SplitsRule",
     "TilesRule",

@@ -85,6 +85,8 @@ class ImagePlan:
     """Another patch has the whole image: the last (tiles: thumbnail) or the first (anyres)."""
     parts: tuple[MarkupPart, ...] = ()
     """The image in the text, for markup that depends on its size; else empty."""
+    text: str = ""
+    """The same where the model's own processor writes it; one token per run."""
 
     @property
     def runs(self) -> tuple[int, ...]:

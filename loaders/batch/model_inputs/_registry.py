@@ -3,17 +3,21 @@
 from typing import Any
 
 from balance.errors import ConfigError
+from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs._gemma_families import GEMMA_FAMILIES
 from loaders.batch.model_inputs._native_families import NATIVE_FAMILIES
 from loaders.batch.model_inputs._patch_families import PATCH_FAMILIES
+from loaders.batch.model_inputs._processed_family import processed_family
 from loaders.batch.model_inputs.family import ModelFamily
 
 FAMILIES: dict[Any, ModelFamily] = {**PATCH_FAMILIES, **NATIVE_FAMILIES, **GEMMA_FAMILIES}
 """`model_type` -> what is particular about its inputs."""
 
 
-def family_of(config: Any) -> ModelFamily:
+def family_of(config: Any, batch: MicroBatch) -> ModelFamily:
     """The family of a model with transformers' `config`; ConfigError for another model."""
+    if batch.processed is not None:
+        return processed_family(batch, config)
     name = getattr(config, "model_type", None)
     vision = getattr(getattr(config, "vision_config", None), "model_type", None)
     if (name, vision) == ("llava", "pixtral"):  # the first Pixtral is a LLaVA

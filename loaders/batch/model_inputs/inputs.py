@@ -47,7 +47,7 @@ def model_inputs(
     unequal weight, which transformers' losses do not know, and attention that cannot keep packed
     samples apart.
     """
-    family = family_of(config)
+    family = family_of(config, batch)
     _check_media(batch, config, is_native=family.is_native)
     if with_labels and batch.loss_weights is not None:
         raise ConfigError(

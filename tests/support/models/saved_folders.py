@@ -417,7 +417,11 @@ class _WithoutVideo:
 
 def make_processor(name: str) -> Any:
     """The processor of a family."""
-    family = FAMILIES[name]
+    return processor_of(FAMILIES[name])
+
+
+def processor_of(family: Family) -> Any:
+    """A processor as its family's repository has it."""
     kind = _processor_class(family.processor)
     # words for numbers of frames, of videos only
     smolvlm.num2words = smolvlm.num2words or str
@@ -464,9 +468,7 @@ def save_folder(name: str, folder: Path, *, old: bool = False) -> Any:
 
     `old`: as transformers 4 did, with the image processor in `preprocessor_config.json`.
     """
-    processor = make_processor(name)
-    make_config(name).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    processor = save_family(name, FAMILIES[name], folder)
     if old:
         path = folder / "processor_config.json"
         values = json.loads(path.read_text())
@@ -474,4 +476,12 @@ def save_folder(name: str, folder: Path, *, old: bool = False) -> Any:
         values.pop("video_processor", None)
         path.write_text(json.dumps(values))
         (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    return processor
+
+
+def save_family(name: str, family: Family, folder: Path) -> Any:
+    """Save the config and the processor of a family; returns the processor."""
+    processor = processor_of(family)
+    transformers.AutoConfig.for_model(name, **family.config).save_pretrained(folder)
+    processor.save_pretrained(folder)
     return processor

@@ -1,0 +1,79 @@
+"""Images as a processor of transformers makes them (builds of rule `processor`)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from balance.errors import ConfigError, DataError
+from balance.media.hf_processor import open_processor
+from balance.media.image_tokens import ImagePlan
+from balance.media.rules import ProcessorRule
+from loaders.batch._vision import VisionFields
+from loaders.config import LoaderConfig
+from loaders.decode.resize import Pixels
+
+
+class ProcessedFields(VisionFields):
+    """What a group's images add to a `MicroBatch`, without plans.
+
+    All images of a group go through the processor together, as those of one text do: what it pads
+    is padded as its model wants it.
+    """
+
+    grids = None
+
+    @property
+    def patch_counts(self) -> list[int]:
+        """One for each image."""
+        return [1] * len(self._raw.image_sizes)
+
+    def pixels(self) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
+        """No rows of pixels; `processed` is made instead, unless files are wanted as they are.
+
+        DataError if the processor makes other numbers of tokens than were packed.
+        """
+        raw, rule, config = self._raw, self._rule, self._config
+        _check(config)
+        no_pixels = torch.empty(0, 3, 1, 1)
+        if config.images == "encoded" or not isinstance(rule, ProcessorRule):
+            return no_pixels, raw.images
+        processor = open_processor(rule.description)
+        if not raw.images:
+            made, self.blank_tokens = processor.blank
+        else:
+            expected = None  # of images that are encoded for other ranks
+            if len(raw.input_ids):
+                expected = int(np.count_nonzero(raw.input_ids == processor.token_id))
+            pictures = [_picture(self._image(number)) for number in range(len(raw.images))]
+            try:
+                made = processor.pixels(pictures, expected)
+            except (ValueError, RuntimeError, DataError) as error:
+                raise DataError(f"{raw.where}: {error}") from None
+        self.processed = {
+            name: value.to(config.pixel_dtype) if value.is_floating_point() else value
+            for name, value in made.items()
+        }
+        return no_pixels, ()
+
+    def _plan_all(self) -> list[ImagePlan]:
+        """None: of some processors they take as long as an image."""
+        return []
+
+
+def _picture(image: Image.Image | Pixels) -> Image.Image:
+    """A copy: the decoder writes the next image into the same memory."""
+    return image.copy() if isinstance(image, Image.Image) else Image.fromarray(np.array(image))
+
+
+def _check(config: LoaderConfig) -> None:
+    """ConfigError for options that the processor knows nothing of."""
+    own = "the build's images go through its model's own processor"
+    if config.images == "resized":
+        raise ConfigError(f"images='resized': {own}; use 'patches' or 'encoded'")
+    if not config.pixel_dtype.is_floating_point:
+        raise ConfigError(f"pixel_dtype=torch.uint8: {own}, which gives no raw pixels")
+    if config.reduced_decode:
+        raise ConfigError(f"reduced_decode: {own}, which must see all of them; leave it out")
