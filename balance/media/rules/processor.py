@@ -1,4 +1,4 @@
-"""Images as a processor of transformers makes them: any family without a rule of its own."""
+"""Images as a processor of transformers makes them: families without a rule."""
 
 import math
 from dataclasses import dataclass
