@@ -65,7 +65,7 @@ class ImageProcessor:
             ).num_image_tokens
             return ImageText(self.token, (int(tokens),))
         made = self.process([Image.new("RGB", (width, height))], **self.blank_arguments)
-        return shortened(*self.texts(made, 1), self.token)
+        return shortened(self.texts(made, 1)[0], self.token)
 
     def process(self, images: Sequence[Image.Image], **more: Any) -> Values:
         """Everything that the image processor gives, as tensors of torch."""
