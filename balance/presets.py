@@ -200,8 +200,6 @@ class MediaMarkup:
 
     def written(self, plan: ImagePlan, number: int) -> str:
         """The markup of a sample's image `number`, from 0, with one token for each of its runs."""
-        if plan.text:
-            return plan.text
         return _written(self, plan.parts, number if "{number}" in self.prefix else 0)
 
 

@@ -8,6 +8,7 @@ and the loader makes the same one (`open_processor`). What is described is tried
 """
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,11 +33,12 @@ _FAILURES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError
 """What processors raise for what they do not expect."""
 
 
-class ImageText(NamedTuple):
-    """What a processor writes for an image, with one token for each run of image tokens."""
+class ImageRun(NamedTuple):
+    """A run of image tokens in what a processor writes for an image."""
 
     text: str
-    runs: tuple[int, ...]
+    """With one token for the run: from the run before, and to the end if it is the last."""
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,15 @@ class ImageProcessor:
     blank_arguments: Values
     """Further ones for a blank image, of which only the text is wanted."""
 
-    def text_of(self, width: int, height: int) -> ImageText:
+    def runs_of(self, width: int, height: int) -> list[ImageRun]:
         """Text of an image of this size. ValueError where the processor refuses it."""
         if self.counts_runs:
             (tokens,) = self.processor._get_num_multimodal_tokens(
                 image_sizes=[(height, width)]
             ).num_image_tokens
-            return ImageText(self.token, (int(tokens),))
+            return [ImageRun(self.token, int(tokens))]
         made = self.process([Image.new("RGB", (width, height))], **self.blank_arguments)
-        return shortened(self.texts(made, 1)[0], self.token)
+        return split_runs(self.texts(made, 1)[0], self.token)
 
     def process(self, images: Sequence[Image.Image], **more: Any) -> Values:
         """Everything that the image processor gives, as tensors of torch."""
@@ -99,23 +101,22 @@ class ImageProcessor:
         return {name: made[name] for name in self.kept}, text.count(self.token)
 
 
-def shortened(text: str, token: str) -> ImageText:
-    """A processor's text with each run of the token as one.
+def split_runs(text: str, token: str) -> list[ImageRun]:
+    """The runs of the token in a processor's text. ValueError if there is none.
 
-    >>> shortened("<a>xx<b>x<c>", "x")
-    ImageText(text='<a>x<b>x<c>', runs=(2, 1))
+    >>> [tuple(run) for run in split_runs("<a>xx<b>x<c>", "x")]
+    [('<a>x', 2), ('<b>x<c>', 1)]
     """
-    runs: list[int] = []
-    pieces = text.split(token)
-    written = pieces[0]
-    for place, piece in enumerate(pieces[1:]):
-        if place and not pieces[place]:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-            written += token
-        written += piece
-    return ImageText(written, tuple(runs))
+    found = list(re.finditer(f"(?:{re.escape(token)})+", text))
+    if not found:
+        raise ValueError("it has no image token")
+    starts = [0, *(each.end() for each in found[:-1])]
+    runs = [
+        ImageRun(text[start : each.start()] + token, len(each[0]) // len(token))
+        for start, each in zip(starts, found, strict=True)
+    ]
+    end = text[found[-1].end() :]
+    return [*runs[:-1], ImageRun(runs[-1].text + end, runs[-1].tokens)]
 
 
 @lru_cache(maxsize=8)
@@ -398,14 +399,14 @@ def _is_quick(described: ImageProcessor, texts: Sequence[str]) -> bool:
 def _counts_runs(described: ImageProcessor) -> bool:
     """Whether the quick count of an image's size is all that there is to its text."""
     for size in _PROBES:
-        blank = described.text_of(*size)
-        if blank.text != described.token or len(blank.runs) != 1:
+        runs = described.runs_of(*size)
+        if [run.text for run in runs] != [described.token]:
             return False
         sizes = [(size[1], size[0])]
         try:
             counted = described.processor._get_num_multimodal_tokens(image_sizes=sizes)
         except _FAILURES:
             return False  # of more of the processor than is described
-        if list(map(int, counted.num_image_tokens)) != list(blank.runs):
+        if [int(counted.num_image_tokens[0])] != [run.tokens for run in runs]:
             return False
     return True

@@ -114,7 +114,10 @@ def _read_by_processor(files: ModelFiles) -> ModelPreset:
         description=f"{family}: counted and cut by {found.name}; its encoder's cost is not known",
         context_len=found.context_len,
         image_markup=MediaMarkup(
-            token=found.token, placeholder=found.placeholder, template_first=True
+            token=found.token,
+            placeholder=found.placeholder,
+            parts=(("run", "{label}"),),
+            template_first=True,
         ),
         vision=ProcessorRule(
             description=found.description, values_per_token=max(1, found.values_per_token)

@@ -64,7 +64,7 @@ class MarkupPart(NamedTuple):
     column: int = 0
     """Of a tile, from 1."""
     label: str = ""
-    """What stands for {label} in the part's text: a frame's time, or its number."""
+    """What stands for {label} in the part's text: a frame's time, its number, or all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,6 @@ class ImagePlan:
     """Another patch has the whole image: the last (tiles: thumbnail) or the first (anyres)."""
     parts: tuple[MarkupPart, ...] = ()
     """The image in the text, for markup that depends on its size; else empty."""
-    text: str = ""
-    """The same where the model's own processor writes it; one token per run."""
 
     @property
     def runs(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from balance.config import check_positive
 from balance.errors import ConfigError, first_line
@@ -14,6 +15,8 @@ class ProcessorRule(NativeSizeRule):
 
     What its encoder costs is not known: an image counts as many ViT tokens as LLM tokens.
     """
+
+    part_names: ClassVar[tuple[str, ...]] = ("run",)
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -38,7 +41,7 @@ class ProcessorRule(NativeSizeRule):
         from balance.media.hf_processor import open_processor  # noqa: PLC0415  (an extra)
 
         try:
-            text, runs = open_processor(self.description).text_of(width, height)
+            runs = open_processor(self.description).runs_of(width, height)
         except ConfigError:
             raise
         except (ValueError, ArithmeticError, RuntimeError) as error:
@@ -47,13 +50,13 @@ class ProcessorRule(NativeSizeRule):
                 f"image of {width} x {height} pixels: the model's processor refuses it"
                 f" ({first_line(error)}); crop it or remove it",
             ) from None
+        tokens = sum(run.tokens for run in runs)
         return ImagePlan(
             num_patches=1,
-            num_vit_tokens=sum(runs),
-            num_image_tokens=sum(runs),
+            num_vit_tokens=tokens,
+            num_image_tokens=tokens,
             pictures=(),
             columns=1,
             rows=1,
-            parts=tuple(MarkupPart("run", tokens) for tokens in runs),
-            text=text,
+            parts=tuple(MarkupPart("run", run.tokens, label=run.text) for run in runs),
         )
