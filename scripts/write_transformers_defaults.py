@@ -6,6 +6,7 @@ What transformers assumes where the files of a model say nothing. The readers of
 (balance/model_folder) need it, and packing needs no transformers. A test compares both.
 """
 
+import ast
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, image_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TARGET = Path(__file__).resolve().parent.parent / "configs" / "transformers_defaults.toml"
@@ -73,6 +74,19 @@ IMAGE_PROCESSORS = {
 """Class -> its module in transformers."""
 
 
+VIDEO_PROCESSORS = {
+    "Qwen2VLVideoProcessor": "qwen2_vl",
+    "Qwen3VLVideoProcessor": "qwen3_vl",
+    "Glm4vVideoProcessor": "glm4v",
+    "InternVLVideoProcessor": "internvl",
+    "LlavaOnevisionVideoProcessor": "llava_onevision",
+    "SmolVLMVideoProcessor": "smolvlm",
+}
+"""Class -> its module in transformers."""
+_VIDEO_BASE = {"rescale_factor": 1 / 255}
+_NOT_SETTINGS = ("valid_kwargs", "model_input_names")
+
+
 def config_defaults() -> dict[str, Any]:
     """By model type: the values of a config that was given nothing."""
     found: dict[str, Any] = {}
@@ -121,6 +135,30 @@ def image_processor_defaults() -> dict[str, Any]:
     return found
 
 
+def video_processor_defaults() -> dict[str, Any]:
+    """By class: its attributes, from the source, because it cannot be made without torchvision."""
+    found = {}
+    names = {**vars(image_utils), **dict.fromkeys(("VideosKwargs",))}
+    for name, module in VIDEO_PROCESSORS.items():
+        folder = Path(transformers.__file__).parent / "models" / module
+        source = (folder / f"video_processing_{module}.py").read_text("utf-8")
+        (kind,) = (
+            node
+            for node in ast.parse(source).body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        )
+        values = {
+            node.targets[0].id: eval(compile(ast.Expression(node.value), module, "eval"), names)
+            for node in kind.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id not in _NOT_SETTINGS
+        }
+        given = {key: value for key, value in values.items() if value is not None}
+        found[name] = {**_VIDEO_BASE, **given, "resample": int(values["resample"])}
+    return found
+
+
 def toml_text() -> str:
     """The whole file."""
     lines = [
@@ -130,6 +168,7 @@ def toml_text() -> str:
     tables = {
         **{f"config.{name}": table for name, table in sorted(config_defaults().items())},
         **{f"image_processor.{k}": v for k, v in sorted(image_processor_defaults().items())},
+        **{f"video_processor.{k}": v for k, v in sorted(video_processor_defaults().items())},
     }
     for name, table in tables.items():
         _write(name, table, lines)

@@ -23,6 +23,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 CONFIG_NAME = "config.json"
 PROCESSOR_NAME = "processor_config.json"
 IMAGE_PROCESSOR_NAME = "preprocessor_config.json"
+VIDEO_PROCESSOR_NAME = "video_preprocessor_config.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
 
@@ -108,6 +109,8 @@ class ModelFiles:
     """`processor_config.json`, with the settings of its parts if transformers 5 wrote it."""
     image_processor: Json = field(default_factory=dict)
     """`preprocessor_config.json` of older versions."""
+    video_processor: Json = field(default_factory=dict)
+    """`video_preprocessor_config.json` of older versions."""
     tokenizer: Json = field(default_factory=dict)
     """`tokenizer_config.json`."""
 
@@ -153,6 +156,24 @@ class ModelFiles:
         defaults = _defaults()["image_processor"][kind or classes[0]]
         return JsonTable(values, table.where, defaults)
 
+    @property
+    def has_video_settings(self) -> bool:
+        """Whether videos have settings of their own; else those of images are theirs."""
+        return bool(self.video_processor or self.processor.get("video_processor"))
+
+    def video_table(self, kind: str) -> JsonTable | None:
+        """The video processor's settings, found as transformers does; None if not of this class."""
+        values, name = self.image_processor, IMAGE_PROCESSOR_NAME
+        if self.video_processor:
+            values, name = self.video_processor, VIDEO_PROCESSOR_NAME
+        nested = self.processor.get("video_processor")
+        if isinstance(nested, dict):
+            values, name = nested, f"{PROCESSOR_NAME}, video_processor"
+        defaults = _defaults()["video_processor"].get(kind)
+        if defaults is None or values.get("video_processor_type", kind) != kind:
+            return None
+        return JsonTable(values, f"{self.where}/{name}", defaults)
+
     def named_token(self, key: str, otherwise: str = "") -> str:
         """A token that the tokenizer names (`image_token`), or the processor's own default.
 
@@ -183,6 +204,7 @@ def read_model_files(source: str | Path) -> ModelFiles:
         config=config,
         processor=files.read_object(PROCESSOR_NAME),
         image_processor=files.read_object(IMAGE_PROCESSOR_NAME),
+        video_processor=files.read_object(VIDEO_PROCESSOR_NAME),
         tokenizer=files.read_object(TOKENIZER_CONFIG_NAME),
     )
 

@@ -20,6 +20,7 @@ from balance.model_folder.native import read_glm4v, read_qwen_omni, read_qwen_vl
 from balance.model_folder.pixtral import read_pixtral
 from balance.model_folder.shapes import part_of
 from balance.model_folder.splits import read_splits
+from balance.model_folder.video._readers import with_videos
 from balance.presets import MediaMarkup, ModelPreset, load_model
 
 Reader = Callable[[ModelFiles], ModelPreset]
@@ -85,7 +86,7 @@ def model_from_files(files: ModelFiles) -> ModelPreset:
     if family == "llava" and part_of(files, "vision_config").value("model_type") == "pixtral":
         return read_pixtral(files)
     try:
-        return READERS.get(family, _read_by_processor)(files)
+        return with_videos(files, READERS.get(family, _read_by_processor)(files))
     except ConfigError as error:
         # of a rule or a shape, which do not know where their numbers are from
         where = "" if files.where in str(error) else f"model {files.where}: "

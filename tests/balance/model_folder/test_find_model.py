@@ -67,7 +67,8 @@ def test_files_of_transformers_4_and_of_5_are_the_same_model(name: str, tmp_path
     save_folder(name, tmp_path / name / "new")
     save_folder(name, tmp_path / name / "old", old=True)
     new, old = (find_model(str(tmp_path / name / age)) for age in ("new", "old"))
-    assert new == old
+    # the old one has no settings of videos: test_videos.py
+    assert new == replace(old, video=None, video_markup=None)
 
 
 def files_of(name: str, tmp_path: Path) -> ModelFiles:

@@ -1,0 +1,1 @@
+"""Videos in a model's folder: rule and markup."""
