@@ -8,20 +8,15 @@ stream is the state: a run resumes exactly on any number of ranks.
 
 import os
 import pickle
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
-
-from torch.utils.data import get_worker_info
+from typing import Any, Unpack
 
 from balance.config import check_names
 from balance.errors import ConfigError, first_line
-from balance.presets import ModelPreset
 from balance.types import BoolArray
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig, LoaderOptions
@@ -36,17 +31,15 @@ from loaders.prefetch import Prefetcher
 from loaders.ranks import RankChecks
 from loaders.read.build import Build, open_builds
 from loaders.read.reader import SampleReader
-from loaders.stats import LoaderStats, Meter
-from loaders.step_builder import StepBatches, StepBuilder, plans_ahead
-
-MAX_WORKERS = 8
-"""Largest default number of threads: more wait for the interpreter's lock more than they decode."""
+from loaders.stats import Meter
+from loaders.step_builder import StepBuilder
+from loaders.step_stream import StepStream
 
 Url = str | Path
 Datasets = Sequence[tuple[Url, float]] | Mapping[Url, float] | Sequence[Url]
 
 
-class StreamingLoader:
+class StreamingLoader(StepStream):
     """Iterating gives one list of `MicroBatch` per step, until the epoch ends.
 
     `url` is a build, in a folder or at `s3:// gs:// az:// http(s)://`, or several, each with a
@@ -59,17 +52,6 @@ class StreamingLoader:
     pass it starts the next epoch. With `shuffle=False` each is a whole pass, but for the first one
     after `load_state_dict`. A new iterator, `load_state_dict` and `close` end the one before.
     """
-
-    model: ModelPreset
-    """Model preset that the build was made for."""
-    image_token_id: int
-    """Token in `input_ids` that vision features replace."""
-    audio_token_id: int | None
-    """Token in `input_ids` that audio features replace; None without an audio encoder."""
-    vocab_size: int
-    """Size of the build's vocabulary."""
-    num_dropped_samples: int
-    """Samples left out by `remainder="drop"`, over all epochs that this loader has finished."""
 
     def __init__(
         self,
@@ -132,141 +114,8 @@ class StreamingLoader:
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
         self._closed, self._resumes = False, False
 
-    @property
-    def config(self) -> LoaderConfig:
-        """The options, with the ranks that were found."""
-        return self._config
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether every iterator gives the same whole pass (`shuffle=False`)."""
-        return not self._config.shuffle
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next step, from 0; advances when an iterator has come to its end."""
-        return self._steps.epoch
-
-    @property
-    def remaining_steps(self) -> int:
-        """Steps until the epoch ends: what the next iterator gives."""
-        return self._steps.remaining
-
-    def __len__(self) -> int:
-        """Steps of a whole epoch (this one, if they vary), the same on every rank."""
-        return len(self._steps)
-
-    def __getitem__(self, step: object) -> NoReturn:
-        raise ConfigError(
-            "a StreamingLoader has no items, only steps in order; for a DataLoader write "
-            "DataLoader(StepDataset(loader), batch_size=None)"
-        )
-
-    def __iter__(self) -> Iterator[StepBatches]:
-        self._check_open()
-        if os.getpid() != self._pid:
-            # a fork lacks the threads, and locks that they held are never released: open all again
-            self.__setstate__(self._pickled())
-        self._end_iterator()
-        if self._steps.is_after_last:
-            self._finish_epoch()
-        elif self.is_evaluation and not self._resumes and self.remaining_steps < len(self):
-            self._steps.start_epoch(self.epoch)
-        self._resumes = False
-        self.check_ranks()
-        self._steps.check_epoch()
-        running = self._running = Prefetcher(
-            map(
-                partial(self._builder.task, epoch=self._steps.epoch),
-                plans_ahead(self._steps.copy(), self._reader),
-            ),
-            workers=_num_workers(self._config.workers),
-            max_bytes=self._config.prefetch_bytes,
-            cancel=self._reader.cancel,
-        )
-        try:
-            while (step := self._next(running)) is not None:
-                yield step
-        finally:
-            running.close()
-        self._finish_epoch()
-
-    def _next(self, running: Prefetcher[StepPlan, MicroBatch]) -> StepBatches | None:
-        """The next step, None at the epoch's end."""
-        self._check_open()
-        if self._running is not running:
-            raise RuntimeError(
-                "this iterator ended when another one of the same loader began, or its state was "
-                "loaded; use the newer iterator"
-            )
-        begun = time.perf_counter()
-        made = next(running, None)
-        waiting_s = time.perf_counter() - begun
-        if made is None:
-            return None
-        plan, batches = made
-        step = self._builder.step(plan, batches)
-        # only now: a state taken after a step that raised still has that step before it
-        self._steps.move_past(plan)
-        num_samples = sum([len(batch.sample_ids) for batch in step])
-        self._meter.add_step(plan, num_samples, waiting_s)
-        self._steps.prepare_next_epoch()
-        return step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position after the last step that an iterator gave: plain JSON, equal on all ranks."""
-        return self._steps.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume with the step after the one that `state` was taken after, on any number of ranks.
-
-        ConfigError, and no change, if it is of another build, order, seed or version. Ranks that
-        were given states of different positions notice when their next iterators begin.
-        """
-        try:
-            self._steps.load(state)
-        except ConfigError as error:
-            if self._checks is not None:
-                self._checks.tell(f"does not resume: {error}")
-            raise
-        self._resumes = True
-        self._end_iterator()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iterator begin with epoch `epoch`, as torch's DistributedSampler does.
-
-        Nothing changes if that is the loader's epoch already: one that was resumed continues in its
-        middle, and one at its end begins the next. Else the rest of this epoch is not given.
-        """
-        if type(epoch) is not int or epoch < 0:
-            raise ConfigError(f"epoch is {epoch!r}; epochs are numbered from 0")
-        if epoch == self._steps.epoch:
-            return
-        if epoch == self._steps.epoch + 1 and self._steps.is_after_last:
-            self._finish_epoch()
-        else:
-            self._steps.start_epoch(epoch)
-        self._end_iterator()
-
-    def check_ranks(self) -> None:
-        """Compare builds, options and position with the other ranks; ConfigError if any differ.
-
-        All ranks call it. Every iterator begins with it, but not in a DataLoader's worker, which
-        belongs to no group: call it before. `LoaderConfig.check_ranks` says which ranks take part.
-        """
-        if self._checks is not None and get_worker_info() is None:
-            self._checks.compare(self._told | self._steps.agreed())
-
-    def stats(self) -> LoaderStats:
-        """What this loader has done so far, in this process."""
-        return self._meter.stats(self._reader.cache_hits)
-
-    def close(self) -> None:
-        """End the current iterator's threads; release files and connections. Safe to call twice."""
-        self._end_iterator()
-        self._closed = True
-        if os.getpid() == self._pid:
-            self._reader.close()
+    def _open_again(self) -> None:
+        self.__setstate__(self._pickled())
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: they open the build themselves."""
@@ -291,18 +140,6 @@ class StreamingLoader:
         self._steps.load(pickled["state"])
         self._resumes = pickled["resumes"]
         self._checks = None  # a copy may be in a process without a group
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this StreamingLoader was closed; make another to continue")
-
-    def _end_iterator(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
-
-    def _finish_epoch(self) -> None:
-        self.num_dropped_samples += self._steps.finish_epoch()
 
 
 def _datasets(url: object, config: LoaderConfig) -> list[tuple[Url, float]]:
@@ -378,13 +215,3 @@ def _build_source(
     if chosen is not None:
         return ChosenGroups(build, chosen, place)
     return StoredGroups(build, place)
-
-
-def _num_workers(workers: int | None) -> int:
-    """Threads of an iterator."""
-    if workers is not None:
-        return workers
-    if get_worker_info() is not None:
-        return 1  # as many processes as the DataLoader was given are at work already
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks))

@@ -9,8 +9,9 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -20,11 +21,11 @@ from loaders.batch.collate import collate
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig
 from loaders.decode import pixels
-from loaders.plan.selection import Selection
+from loaders.plan.selection import Selection, StoredSample
 from loaders.plan.step_plan import StepPlan
 from loaders.plan.steps import Steps
 from loaders.prefetch import PrefetchTask
-from loaders.read.reader import SampleReader, only_media, stored_bytes, without_media
+from loaders.read.reader import only_media, stored_bytes, without_media
 from loaders.stats import Meter
 from loaders.transforms import SampleSeeds, transform_batch
 from shards.stored_group import StoredGroup
@@ -55,7 +56,41 @@ class StepBatches(list[MicroBatch]):
         self.encoders, self.note = encoders, note
 
 
-def plans_ahead(steps: Steps, reader: SampleReader) -> Iterator[StepPlan]:
+class SelectionReader(Protocol):
+    """Reads what micro-batches are made of; as `loaders.read.reader.SampleReader` says."""
+
+    is_remote: bool
+
+    @property
+    def cache_hits(self) -> int:
+        """Reads from a cache on disk."""
+
+    def prefetch(self, selections: Sequence[Selection]) -> None:
+        """Say what will be read next, in about this order."""
+
+    def remote_bytes(self, selections: Sequence[Selection]) -> int:
+        """Bytes that are in a store."""
+
+    def is_quick(self, selections: Sequence[Selection]) -> bool:
+        """Whether `read` of all takes some microseconds."""
+
+    def read(self, selection: Selection) -> StoredGroup:
+        """The samples of a selection, in its order."""
+
+    def stored_samples(self, selection: Selection) -> list[StoredSample]:
+        """Where each sample of a selection is stored, in its order."""
+
+    def release(self, selection: Selection) -> None:
+        """Say that what was read is out of use."""
+
+    def cancel(self) -> None:
+        """End the reads that are under way; later ones work again."""
+
+    def close(self) -> None:
+        """Release files and connections."""
+
+
+def plans_ahead(steps: Steps, reader: SelectionReader) -> Iterator[StepPlan]:
     """The rest of the epoch's steps, in order; `reader` is told of each before it is given.
 
     Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon.
@@ -89,7 +124,7 @@ class StepBuilder:
     """Makes steps of plans."""
 
     def __init__(
-        self, reader: SampleReader, model: ModelPreset, config: LoaderConfig, meter: Meter
+        self, reader: SelectionReader, model: ModelPreset, config: LoaderConfig, meter: Meter
     ) -> None:
         self._reader, self._model, self._config, self._meter = reader, model, config, meter
         self._device = None if config.device is None else torch.device(config.device)

@@ -17,6 +17,7 @@ numbers are its own, so the same groups on every machine, with any number of thr
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -51,37 +52,44 @@ distances that two rounds must bring, or they are the last.
 """
 
 
-def group_balanced(vision: IntArray, tokens: IntArray, limits: Limits, *, seed: int) -> Groups:
+def group_balanced(
+    vision: IntArray,
+    tokens: IntArray,
+    limits: Limits,
+    *,
+    seed: int,
+    keep: Callable[[Groups], Groups] = lambda groups: groups,
+) -> Groups:
     """Group samples under both caps into few groups of about equal loads.
 
     `vision` and `tokens` are the samples' loads, integers, shape (num_samples,).
     As `group_best_fit`, then `even_out`. Groups that are full to the last token cannot exchange
     samples: where they stay uneven, the same with a little less of it, if that is faster in a
-    random order.
+    random order. `keep` chooses among the groups before they are made even.
 
     >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
     >>> groups = group_balanced(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
     [[0, 3], [1], [2]]
     """
-    best = even_out(
-        group_best_fit(vision, tokens, limits, seed=seed), vision, tokens, limits, seed=seed
-    )
+    fitted = keep(group_best_fit(vision, tokens, limits, seed=seed))
+    best = even_out(fitted, vision, tokens, limits, seed=seed)
     spare = limits.max_seq_len - limits.max_seq_len // SLACK
-    time = _random_order_time(best.sum(vision), best.sum(tokens), seed)
-    least = _random_order_time(_most_even(vision, len(best)), _most_even(tokens, len(best)), seed)
+    sums = best.sum(vision), best.sum(tokens)
+    time = _random_order_time(*sums, seed)
+    least = _random_order_time(*map(_most_even, sums), seed)
     if time <= least * (1 + 1 / SLACK) or spare < int(tokens.max(initial=0)):
         return best
     slack = replace(limits, max_seq_len=spare, min_seq_len=min(limits.min_seq_len, spare))
-    made = group_best_fit(vision, tokens, slack, seed=seed)
+    made = keep(group_best_fit(vision, tokens, slack, seed=seed))
     made = even_out(made, vision, tokens, limits, seed=seed)
     made_time = _random_order_time(made.sum(vision), made.sum(tokens), seed)
     return made if made_time < time else best
 
 
-def _most_even(load: IntArray, num_groups: int) -> IntArray:
-    """Loads of so many groups that are as even as whole numbers can be, int64, (num_groups,)."""
-    return (int(load.sum()) + np.arange(num_groups)) // max(1, num_groups)
+def _most_even(loads: IntArray) -> IntArray:
+    """As many loads of the same sum that are as even as whole numbers can be, int64."""
+    return (int(loads.sum()) + np.arange(len(loads))) // max(1, len(loads))
 
 
 def _random_order_time(vision: IntArray, tokens: IntArray, seed: int) -> float:

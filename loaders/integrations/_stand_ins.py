@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from loaders.loader import StreamingLoader
+from loaders.step_stream import StepStream
 
 
 class StandIns:
@@ -37,7 +37,7 @@ class StandIns:
 
 
 def _is_loader(dataset: Any) -> bool:
-    return isinstance(dataset, StreamingLoader)
+    return isinstance(dataset, StepStream)
 
 
 def _first_of(dataset: Any) -> Any:

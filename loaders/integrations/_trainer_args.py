@@ -5,7 +5,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from balance.errors import ConfigError
-from loaders.loader import StreamingLoader
+from loaders.step_stream import StepStream
 
 _DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024
 """Of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
@@ -54,7 +54,7 @@ def check_arguments(args: TrainingArguments, *, has_other_data: bool) -> None:
         )
 
 
-def check_loader(args: TrainingArguments, loader: StreamingLoader) -> None:
+def check_loader(args: TrainingArguments, loader: StepStream) -> None:
     """ConfigError for a loader of other ranks or micro-batches than the trainer has."""
     config = loader.config
     if loader.is_evaluation:

@@ -10,7 +10,7 @@ from transformers import TrainerState, TrainingArguments
 
 from balance.errors import ConfigError
 from loaders.integrations.torch_dataset import Step, StepDataset
-from loaders.loader import StreamingLoader
+from loaders.step_stream import StepStream
 
 STATE_KEY = "isobatch_loader"
 """Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
@@ -31,7 +31,7 @@ class TrainSteps:
 
     def __init__(
         self,
-        loader: StreamingLoader,
+        loader: StepStream,
         args: TrainingArguments,
         state: Callable[[], TrainerState],
     ) -> None:

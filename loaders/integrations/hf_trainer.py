@@ -23,7 +23,7 @@ from loaders.integrations._stand_ins import StandIns
 from loaders.integrations._trainer_args import check_arguments, check_loader
 from loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
 from loaders.integrations.torch_dataset import Step
-from loaders.loader import StreamingLoader
+from loaders.step_stream import StepStream
 from loaders.step_builder import StepBatches
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ class BalancedMixin(_Base):
         *,
         model: Any,
         args: TrainingArguments,
-        train_dataset: StreamingLoader,
+        train_dataset: StepStream,
         eval_dataset: Any = None,
         to_inputs: ToInputs | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(train_dataset, StreamingLoader):
-            raise ConfigError(f"train_dataset is {train_dataset!r}; give it a StreamingLoader")
+        if not isinstance(train_dataset, StepStream):
+            raise ConfigError(f"train_dataset is {train_dataset!r}; give it a loader of Isobatch")
         if options.get("formatting_func") is not None:
             raise ConfigError("formatting_func is given; leave it out: samples are tokenised")
         shown = StandIns(eval_dataset)
@@ -137,7 +137,7 @@ class BalancedMixin(_Base):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
         """As the trainer's; also of a loader, which TRL would prepare."""
-        if not isinstance(eval_dataset, StreamingLoader):
+        if not isinstance(eval_dataset, StepStream):
             return super().evaluate(eval_dataset, *args, **options)
         before, self.eval_dataset = self.eval_dataset, eval_dataset
         try:
@@ -150,7 +150,7 @@ class BalancedMixin(_Base):
         own: Any = self.eval_dataset
         chosen = own if eval_dataset is None else eval_dataset
         chosen = own[chosen] if isinstance(chosen, str) else chosen
-        if not isinstance(chosen, StreamingLoader):
+        if not isinstance(chosen, StepStream):
             return super().get_eval_dataloader(eval_dataset)
         if not chosen.is_evaluation:
             raise ConfigError("eval_dataset is a loader that shuffles; give it shuffle=False")
@@ -224,7 +224,7 @@ class BalancedTrainer(BalancedMixin, Trainer):
 class _EvaluationPass:
     """The steps of an evaluation loader once, and what this rank has had of them."""
 
-    def __init__(self, loader: StreamingLoader) -> None:
+    def __init__(self, loader: StepStream) -> None:
         self._loader = loader
         self.num_steps, self.num_labels, self.num_samples = 0, 0, 0
 

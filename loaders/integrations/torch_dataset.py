@@ -17,8 +17,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from balance.errors import ConfigError
 from loaders.batch.micro_batch import MicroBatch
-from loaders.loader import StreamingLoader
 from loaders.step_builder import StepBatches
+from loaders.step_stream import StepStream
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class StepDataset(IterableDataset[Step]):
     epoch. A second worker is a ConfigError: it would give every step again.
     """
 
-    def __init__(self, loader: StreamingLoader) -> None:
-        if not isinstance(loader, StreamingLoader):
-            raise ConfigError(f"StepDataset is given {loader!r}; give it a StreamingLoader")
+    def __init__(self, loader: StepStream) -> None:
+        if not isinstance(loader, StepStream):
+            raise ConfigError(f"StepDataset is given {loader!r}; give it a loader of Isobatch")
         self.loader = loader
 
     def __iter__(self) -> Iterator[Step]:
