@@ -63,9 +63,12 @@ def check_types(config: Any) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be {_text(hint)}")
 
 
-def check_names(kind: type, names: Iterable[str]) -> None:
-    """ConfigError, with the name that was meant, unless a config dataclass has fields so named."""
-    known = [field.name for field in fields(kind)]
+def check_names(kind: type, names: Iterable[str], also: Iterable[str] = ()) -> None:
+    """ConfigError, with the name that was meant, unless a config dataclass has fields so named.
+
+    `also` are other names that are known.
+    """
+    known = [*(field.name for field in fields(kind)), *also]
     for name in names:
         if name not in known:
             meant = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))

@@ -37,6 +37,7 @@ from loaders.step_builder import StepBatches
 if TYPE_CHECKING:
     from loaders.integrations.hf_trainer import BalancedMixin as BalancedMixin
     from loaders.integrations.hf_trainer import BalancedTrainer as BalancedTrainer
+    from loaders.online.loader import BalancedLoader as BalancedLoader
 
 __all__ = [
     "LoaderConfig",
@@ -55,7 +56,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`BalancedMixin` and `BalancedTrainer`, which alone need transformers."""
+    """`BalancedMixin` and `BalancedTrainer`, which need transformers, `BalancedLoader` `packer`."""
+    if name == "BalancedLoader":
+        from loaders.online.loader import BalancedLoader  # noqa: PLC0415
+
+        return BalancedLoader
     if name in ("BalancedMixin", "BalancedTrainer"):
         from loaders.integrations import hf_trainer  # noqa: PLC0415
 

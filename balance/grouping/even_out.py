@@ -77,7 +77,7 @@ def group_balanced(
     spare = limits.max_seq_len - limits.max_seq_len // SLACK
     sums = best.sum(vision), best.sum(tokens)
     time = _random_order_time(*sums, seed)
-    least = _random_order_time(*map(_most_even, sums), seed)
+    least = _random_order_time(_most_even(sums[0]), _most_even(sums[1]), seed)
     if time <= least * (1 + 1 / SLACK) or spare < int(tokens.max(initial=0)):
         return best
     slack = replace(limits, max_seq_len=spare, min_seq_len=min(limits.min_seq_len, spare))

@@ -23,8 +23,8 @@ from loaders.integrations._stand_ins import StandIns
 from loaders.integrations._trainer_args import check_arguments, check_loader
 from loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
 from loaders.integrations.torch_dataset import Step
-from loaders.step_stream import StepStream
 from loaders.step_builder import StepBatches
+from loaders.step_stream import StepStream
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -61,7 +61,9 @@ class BalancedMixin(_Base):
         **options: Any,
     ) -> None:
         if not isinstance(train_dataset, StepStream):
-            raise ConfigError(f"train_dataset is {train_dataset!r}; give it a loader of Isobatch")
+            raise ConfigError(
+                f"train_dataset is {train_dataset!r}; give it a StreamingLoader or a BalancedLoader"
+            )
         if options.get("formatting_func") is not None:
             raise ConfigError("formatting_func is given; leave it out: samples are tokenised")
         shown = StandIns(eval_dataset)

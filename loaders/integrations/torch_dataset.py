@@ -51,7 +51,9 @@ class StepDataset(IterableDataset[Step]):
 
     def __init__(self, loader: StepStream) -> None:
         if not isinstance(loader, StepStream):
-            raise ConfigError(f"StepDataset is given {loader!r}; give it a loader of Isobatch")
+            raise ConfigError(
+                f"StepDataset is given {loader!r}; give it a StreamingLoader or a BalancedLoader"
+            )
         self.loader = loader
 
     def __iter__(self) -> Iterator[Step]:

@@ -11,6 +11,8 @@ from balance.errors import ConfigError
 STATE_VERSION = 3
 _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
+    "dataset": "give the loader the dataset, model and tokenizer of the run that saved it",
+    "window": "give the loader the window and max_tokens of the run that saved it",
     "manifest_hash": "it belongs to another build, or to other weights",
     "samples": "give the loader the split, filter and limit of the run that saved it",
     "order": "give the loader the shuffle of the run that saved it",
@@ -51,6 +53,10 @@ def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ConfigError unless a loader with the state `own` can resume from `state`."""
+    if ("dataset" in state) != ("dataset" in own):
+        kinds = "BalancedLoader", "StreamingLoader"
+        its, mine = kinds if "dataset" in state else kinds[::-1]
+        raise ConfigError(f"state is of a {its}, and this is a {mine}; give it to one of its kind")
     given, state, own = sorted(state), {"samples": None, **state}, {"samples": None, **own}
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != own[key]:

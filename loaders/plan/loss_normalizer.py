@@ -28,7 +28,7 @@ class StepNormalizer:
         """`step_groups`: groups of a whole step."""
         self._builds, self._weights, self._step_groups = builds, weights, step_groups
         self._normalizer = normalizer
-        self._total: tuple[Epoch, float] | None = None
+        self._mean: tuple[Epoch, float] | None = None
 
     def weights(self, epoch: Epoch, groups: IntArray) -> FloatArray:
         """Weights of the labels of each group, float64, same shape."""
@@ -46,8 +46,9 @@ class StepNormalizer:
         """
         if self._normalizer == "step":
             return np.where(step_weights == 0, 1.0, step_weights)
-        total = self._total
-        if total is None or total[0] is not epoch:
-            total = self._total = epoch, epoch.label_weights(self._weights)
-        mean = total[1] * self._step_groups / max(1, len(epoch))
-        return np.full(len(step_weights), mean or 1.0)
+        mean = self._mean
+        if mean is None or mean[0] is not epoch:
+            total = epoch.label_weights(self._weights) * self._step_groups
+            # once, because an epoch that is planned while it runs does not know its length
+            mean = self._mean = epoch, total / max(1, len(epoch))
+        return np.full(len(step_weights), mean[1] or 1.0)

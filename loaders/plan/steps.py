@@ -26,9 +26,13 @@ from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
 from loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
 from loaders.plan.step_plan import StepFigures, StepPlan, StepTotals
+from loaders.plan.window_order import WindowOrder
+from loaders.plan.windows import WindowGroups
 
 Remainder = Literal["pad", "drop", "split"]
 
+_ORDERS: dict[type, str] = {InOrder: "stored", WindowGroups: "windows"}
+"""Names of orders in a state, by source."""
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
 
@@ -80,6 +84,11 @@ class Steps:
         return self._num_steps(self._stream.remaining)
 
     @property
+    def position(self) -> GroupOrder:
+        """The order after the last step that was given; not to be moved."""
+        return self._stream
+
+    @property
     def is_after_last(self) -> bool:
         """Whether the epoch's steps have been given; an epoch without any step is not begun."""
         return not self.remaining and self._stream.remaining < len(self._groups)
@@ -110,7 +119,7 @@ class Steps:
         """This position: plain JSON, the same on every rank, for any number of ranks."""
         return {
             "version": STATE_VERSION,
-            "order": "stored" if isinstance(self._source, InOrder) else "random",
+            "order": _ORDERS.get(type(self._source), "random"),
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),
@@ -168,6 +177,8 @@ class Steps:
     def move_past(self, plan: StepPlan) -> None:
         """Move to the position after `plan`, which a copy in the same epoch has made."""
         self._stream = plan.stream
+        if isinstance(plan.stream, WindowOrder):
+            plan.stream.forget_past()
 
     def finish_epoch(self) -> int:
         """Move to the next epoch; -> the number of samples left out of this one."""
@@ -202,6 +213,8 @@ class Steps:
             is_split = self._config.remainder == "split"
             ranks = self._config.dp_world_size if is_split else 1
             return self._source.cut(ranks, **stream)
+        if isinstance(self._source, WindowGroups):
+            return self._source.begin(epoch, stream)
         if isinstance(self._source, ScheduledGroups):
             return self._source.begin(stream or WeightedOrder(self._source).after_epoch())
         # made once, because regrouping takes seconds

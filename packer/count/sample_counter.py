@@ -22,7 +22,7 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
-from packer.records.media import BLOB_SCHEME, FRAMES, Media, SampleProblem
+from packer.records.media import BLOB_SCHEME, FRAMES, Media, SampleProblem, from_base
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.records.user_map import load_map
@@ -75,6 +75,10 @@ class CountSettings:
     decode_images: bool = False
     follow_links: bool = False
     """Read files through links that lead out of the data root."""
+    base: str | None = None
+    """Folder that relative paths of files begin at, where absolute ones may lead anywhere: for
+    records in memory, whose data root is then `/`. None: all paths are under the data root.
+    """
     chunk_records: int = 1024
     limit: int | None = None
     executor: str = "local"
@@ -150,7 +154,7 @@ class SampleCounter:
         self._settings = settings
         self._model = model = settings.model
         self._map = None if settings.map is None else load_map(settings.map)
-        self._tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
+        self.tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
         self._files = FileCounter(model, decode_images=settings.decode_images)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)
@@ -181,7 +185,15 @@ class SampleCounter:
 
     def _parse(self, record: RawRecord, source: str) -> RawSample | Rejected:
         sample, keep = parse_record(record, source), self._settings.keep_columns
-        if isinstance(sample, Rejected) or not keep:
+        if isinstance(sample, Rejected):
+            return sample
+        if (base := self._settings.base) is not None:
+            images, videos, audios = (
+                tuple(from_base(media, base) for media in each)
+                for each in (sample.images, sample.videos, sample.audios)
+            )
+            sample = replace(sample, images=images, videos=videos, audios=audios)
+        if not keep:
             return sample
         try:
             return replace(sample, extras=read_extras(record.value, keep))
@@ -203,10 +215,10 @@ class SampleCounter:
 
     def _encode(self, samples: list[_Usable]) -> list[EncodedText | TextRejected]:
         turns = [sample.turns for sample, *_ in samples]
-        if not self._tokenizer.takes_markups:
-            return self._tokenizer.encode_batch(turns)
+        if not self.tokenizer.takes_markups:
+            return self.tokenizer.encode_batch(turns)
         image, video = self._model.image_markup, self._model.video_markup
-        return self._tokenizer.encode_batch(
+        return self.tokenizer.encode_batch(
             turns,
             [_written(image, images) for _, images, _, _ in samples],
             [_written(video, videos) if video else [] for _, _, videos, _ in samples],

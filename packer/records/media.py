@@ -12,9 +12,10 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import join, normpath
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, Protocol
 from urllib.parse import unquote_to_bytes
 
 from balance.media.frame_archive import pack_frames
@@ -82,7 +83,14 @@ def open_media(root: Folder, media: Media, kind: str) -> IO[bytes]:
         raise SampleProblem(f"unreadable_{kind}", detail) from None
 
 
-def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> None:
+class Blobs(Protocol):
+    """Content of files that came with the records, by `blob_name`."""
+
+    def read(self, name: str, offset: int, size: int, /) -> bytes | memoryview:
+        """A range of bytes."""
+
+
+def read_into(root: Folder, media: Media, blobs: Blobs, view: memoryview) -> None:
     """Fill `view` with a counted file of that size; SampleProblem if the file has changed."""
     try:
         if media.container == FRAMES:
@@ -90,12 +98,13 @@ def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> No
             found = len(data)
             view[:found] = data
         elif media.container:
-            place, name = root, media.container
+            place: Blobs = root
+            name = media.container
             if name.startswith(BLOB_SCHEME):
                 place, name = blobs, name.removeprefix(BLOB_SCHEME)
-            data = place.read(name, media.offset, media.size)
-            found = len(data)
-            view[:found] = data
+            stored = place.read(name, media.offset, media.size)
+            found = len(stored)
+            view[:found] = stored
         else:
             found = root.read_into(media.name, view)
     except OSError as error:
@@ -105,7 +114,7 @@ def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> No
         raise SampleProblem("media_changed", changed)
 
 
-def _read_frames(root: Folder, media: Media, blobs: Folder) -> list[memoryview]:
+def _read_frames(root: Folder, media: Media, blobs: Blobs) -> list[memoryview]:
     frames = [Media(*place) for place in json.loads(media.name)]
     contents = [memoryview(bytearray(frame.size)) for frame in frames]
     for frame, content in zip(frames, contents, strict=True):
@@ -140,6 +149,18 @@ def _relative(name: str, kind: str) -> str:
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise SampleProblem("outside_data_root", name[:120])
     return name
+
+
+def from_base(media: Media, base: str) -> Media:
+    """A file given by any path, as one under `/`; relative paths begin at `base`.
+
+    >>> from_base(Media("../a.jpg"), "/data/b").name, from_base(Media("/c.jpg"), "/data").name
+    ('data/a.jpg', 'c.jpg')
+    """
+    if media.data is not None or "://" in media.name:
+        return media
+    frames = tuple(from_base(frame, base) for frame in media.frames)
+    return replace(media, name=normpath(join(base, media.name)).lstrip("/"), frames=frames)
 
 
 # --- the fields of a record that give its files ---

@@ -20,6 +20,7 @@ TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 REASONS: dict[str, str] = {
     "broken_json": "the record is not valid JSON",
     "broken_member": "a file of the sample in its container cannot be read",
+    "unreadable_record": "the dataset in memory raises an error instead of giving the record",
     "not_an_object": "the record is not a JSON object",
     "invalid_utf8": "the text is not valid Unicode",
     "no_conversation": "there are no turns and no text",
@@ -63,6 +64,7 @@ REASONS: dict[str, str] = {
     "longer_than_max_seq_len": "the sample is longer than max_seq_len",
     "more_than_max_vision": "the images and videos are more than the vision cap",
     "media_changed": "an image, a video or an audio file changed between counting and writing",
+    "record_changed": "the dataset gave another record than when it was measured",
     "left_out": "the function of --map leaves it out",
     "map_failed": "the function of --map fails, or gives no record",
     "not_drawn": "left out by the mixture's weights",

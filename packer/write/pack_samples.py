@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, starmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from balance.errors import ConfigError
 from balance.types import COUNT_COLUMNS, LABEL_IGNORE, FloatArray, IntArray
 from packer.media.image_header import check_png
 from packer.records.extras import typed
-from packer.records.media import FRAMES, Media, SampleProblem, read_into
-from shards.folders import Folder, is_uri, open_folder, readers
+from packer.records.media import FRAMES, Blobs, Media, SampleProblem, read_into
+from shards.folders import is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat
 from shards.stored_group import EXTRAS, ExtraTypes, Int32Array, PackedBlock, PackedFiles
@@ -76,9 +75,12 @@ class ShardTask:
 
 
 def pack_groups(
-    task: ShardTask, first: int, last: int, staged: pa.RecordBatch, blobs: Path
+    task: ShardTask, first: int, last: int, staged: pa.RecordBatch, blobs: Blobs
 ) -> tuple[PackedBlock, list[LostSample]]:
-    """Groups [first, last) of a shard, and the samples left out; `staged` has all its samples."""
+    """Groups [first, last) of a shard, and the samples left out; `staged` has all its samples.
+
+    `blobs` holds the content of files that came with the records.
+    """
     offsets = task.offsets[first : last + 1]
     places = np.arange(offsets[0], offsets[-1])
     staged = staged.slice(offsets[0], len(places))
@@ -224,7 +226,7 @@ def _read_samples(
     places: IntArray,
     staged: pa.RecordBatch,
     files: tuple[PackedFiles, PackedFiles],
-    blobs: Path,
+    blobs: Blobs,
 ) -> list[SampleProblem | None]:
     """Read all images and audio files; -> what is wrong with each sample."""
     data_roots = task.config.data_roots
@@ -234,7 +236,7 @@ def _read_samples(
         _by_sample(staged.column("audios"), files[1]),
         strict=True,
     )
-    read = partial(_read_sample, task.config, open_folder(str(blobs)))
+    read = partial(_read_sample, task.config, blobs)
     remote = next((place for place in data_roots if is_uri(place)), "")
     with readers(remote) as pool:
         return list(pool.map(read, jobs) if pool else map(read, jobs))
@@ -249,7 +251,7 @@ def _by_sample(lists: pa.ListArray, files: PackedFiles) -> Iterator[list[_File]]
 
 
 def _read_sample(
-    config: WriteConfig, blobs: Folder, job: tuple[str, list[_File], list[_File]]
+    config: WriteConfig, blobs: Blobs, job: tuple[str, list[_File], list[_File]]
 ) -> SampleProblem | None:
     """Read the files of a sample; refs too, so that every format rejects the same samples."""
     place, images, audios = job

@@ -72,8 +72,9 @@ def write_shard(task: ShardTask) -> int:
     staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns).take(task.positions)
     index, temporary = IndexPart(task.shard), out / (name + ".tmp")
     writer = _open_writer(config, temporary)
+    blobs = open_folder(str(staging.blobs))
     for first, last in _slabs(task.offsets, task.num_bytes):
-        block, lost = pack_groups(task, first, last, staged, staging.blobs)
+        block, lost = pack_groups(task, first, last, staged, blobs)
         index.add(block, writer.add(block))
         index.lost += lost
     writer.close()

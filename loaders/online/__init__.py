@@ -1,0 +1,1 @@
+"""Loading without a build: datasets are measured, packed and balanced while training runs."""

@@ -1,0 +1,96 @@
+"""What each rank has measured, brought to all ranks through torch.distributed's store.
+
+Not by a collective: that needs a device or a group of its own, must come in the same order on all
+ranks, and would wait in a thread that nothing can end. Keys name what is exchanged, so ranks that
+begin again at some position find each other, and a thread that was given up disturbs nobody. The
+lowest rank joins the parts; the others read one value.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from balance.errors import first_line
+from loaders.ranks import RankMissing
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+"""Between two looks at the store: doubled each time."""
+
+
+class Cancelled(Exception):
+    """The iterator that wanted it has ended."""
+
+
+class RankExchange:
+    """Exchanges of one loader with those of other ranks."""
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """`ranks` of torch.distributed, one of them this process. All make one, in one order."""
+        self._ranks, self._timeout_s = sorted(ranks), timeout_s
+        self._me = dist.get_rank()
+        self._store: Store = dist.distributed_c10d._get_default_store()
+        digest = blake2b(str(self._ranks).encode(), digest_size=8).hexdigest()
+        place = f"isobatch/exchange/{digest}"
+        self._place = f"{place}/{self._store.add(f'{place}/loaders/{self._me}', 1)}"
+        self._last = ""
+
+    @property
+    def rank(self) -> int:
+        """Place of this process among the ranks."""
+        return self._ranks.index(self._me)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    def all_gather(self, key: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
+        """Every rank's value for `key`, which names it on all ranks, in the ranks' order.
+
+        `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
+        """
+        try:
+            return self._all_gather(f"{self._place}/{key}", own, is_cancelled)
+        except RuntimeError as error:
+            reason = f"torch.distributed's store does not answer ({first_line(error)})"
+            raise RankMissing(f"{reason}: the process that holds it has ended") from error
+
+    def _all_gather(self, place: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
+        store, keys = self._store, {rank: f"{place}/{rank}" for rank in self._ranks}
+        store.set(keys[self._me], zlib.compress(pickle.dumps(own), 1))  # type: ignore[arg-type]
+        if self._me == self._ranks[0]:
+            self._wait([*keys.values()], keys, is_cancelled)
+            parts = [store.get(key) for key in keys.values()]
+            store.set(place, pickle.dumps(parts))  # type: ignore[arg-type]
+            for key in [*keys.values(), *([self._last] if self._last else [])]:
+                store.delete_key(key)  # the last one: all have read it, or had no part here
+            self._last = place if place != self._last else ""
+        else:
+            self._wait([place], keys, is_cancelled)
+            parts = pickle.loads(store.get(place))
+        return [pickle.loads(zlib.decompress(part)) for part in parts]
+
+    def _wait(
+        self, wanted: list[str], keys: dict[int, str], is_cancelled: Callable[[], bool]
+    ) -> None:
+        end, pause = time.monotonic() + self._timeout_s, FIRST_PAUSE_S
+        while not self._store.check(wanted):
+            if is_cancelled():
+                raise Cancelled
+            if time.monotonic() > end:
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                raise RankMissing(
+                    f"rank {self._me} has waited {self._timeout_s:g} s for what the ranks "
+                    f"{missing or self._ranks[:1]} measure; iterate on all ranks, or give a longer "
+                    "rank_timeout_s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -1,0 +1,228 @@
+"""The packer's counting, for loading without a build: the one place where `loaders` uses `packer`.
+
+Records are counted and tokenised by the packer's own code, so samples are those of a build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from balance.errors import ConfigError
+from balance.flops import FlopsModel
+from balance.grouping.caps import GroupOptions, choose_limits
+from balance.model_folder.find_model import find_model, is_folder
+from balance.types import COUNT_COLUMNS, BoolArray, IntArray
+from loaders.online.records import BrokenRecord
+from packer.config import DEMO_MODEL
+from packer.count.sample_counter import CountSettings, SampleCounter
+from packer.demo.dataset import demo_tokenizer_path
+from packer.records.record import BY_CHOICE, RawRecord
+from packer.text.chat_tokenizer import ChatTokenizer
+from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
+from shards.stored_group import PackedBlock, PackedFiles, StoredGroup
+
+__all__ = ["BY_CHOICE", "FlopsModel", "GroupOptions", "RecordCounter", "choose_limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedSample:
+    """A record that cannot be used."""
+
+    index: int
+    """Of the dataset."""
+    sample_id: str
+    source: str
+    reason: str
+    """Key of `packer.records.record.REASONS`."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRecords:
+    """Some records, counted and tokenised; records that cannot be used have no costs."""
+
+    indices: IntArray
+    """Of the dataset, shape (records,)."""
+    counts: NDArray[np.int32]
+    """Columns of `Counts`, shape (records, len(COUNT_COLUMNS))."""
+    usable: BoolArray
+    sources: list[str]
+    """Source of each record."""
+    rejected: list[RejectedSample]
+    table: pa.RecordBatch
+    """As the packer stages it."""
+    name: str
+    """That of the blob."""
+    blob: bytes
+    """Content of files that came with the records."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of tokens and files."""
+        return len(self.blob) + int(self.table.nbytes)
+
+
+class _BlobsInMemory:
+    """The blobs of several `CountedRecords`, by name."""
+
+    def __init__(self, blobs: dict[str, bytes]) -> None:
+        self._blobs = blobs
+
+    def read(self, name: str, offset: int, size: int, /) -> memoryview:
+        """A range of bytes."""
+        return memoryview(self._blobs[name])[offset : offset + size]
+
+
+class RecordCounter:
+    """Counts records for one model and tokenizer."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        data_root: str | None = None,
+        keep_columns: tuple[str, ...] = (),
+        source: str = "record",
+    ) -> None:
+        """`model` and `tokenizer` as in `packer build`; `source` names records without one."""
+        self.model = find_model(model)
+        if tokenizer is None:
+            tokenizer = model if is_folder(model) else None
+        if tokenizer is None and model == DEMO_MODEL:
+            tokenizer = str(demo_tokenizer_path())
+        if tokenizer is None:
+            raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
+        self._source, self._names = source, count()
+        self._counter = SampleCounter(
+            CountSettings(
+                model=self.model,
+                tokenizer=tokenizer,
+                chat_template=chat_template,
+                keep_columns=keep_columns,
+                base=str(Path(data_root or ".").resolve()),
+            )
+        )
+        self.tokenizer: ChatTokenizer = self._counter.tokenizer
+        rules = blake2b(repr(self.model).encode(), digest_size=8).hexdigest()
+        self.identity = f"{self.model.name} {rules} {self.tokenizer.hash[:16]}"
+        """Changes whenever the same record could be counted otherwise."""
+        self._write = WriteConfig(
+            out="",
+            format="arrow",
+            data_roots=("/",),
+            follow_links=False,
+            image_token_id=self.tokenizer.image_token_id,
+            audio_token_id=self.tokenizer.audio_token_id,
+            extras=dict.fromkeys(keep_columns, "json"),
+        )
+
+    def count(self, indices: IntArray, values: Sequence[Any]) -> CountedRecords:
+        """Count records, given with their indices."""
+        records = [
+            RawRecord(index, None, value.why, "unreadable_record")
+            if isinstance(value, BrokenRecord)
+            else RawRecord(index, value)
+            for index, value in zip(indices.tolist(), values, strict=True)
+        ]
+        name = str(next(self._names))  # of its own, so that records of several may be joined
+        counted = self._counter.count(records, self._source, "/", name)
+        table = counted.table.combine_chunks().to_batches()[0]
+        reasons = table.column("reason").to_pylist()
+        columns = [table.column(name).fill_null(0).to_numpy() for name in COUNT_COLUMNS]
+        ids, sources, details = (
+            table.column(name).to_pylist() for name in ("sample_id", "source", "detail")
+        )
+        rejected = [
+            RejectedSample(*each)
+            for each in zip(indices.tolist(), ids, sources, reasons, details, strict=True)
+            if each[3] is not None
+        ]
+        return CountedRecords(
+            indices=indices,
+            counts=np.stack(columns, axis=1).astype(np.int32),
+            usable=np.array([reason is None for reason in reasons], np.bool_),
+            sources=sources,
+            rejected=rejected,
+            table=table,
+            name=name,
+            blob=counted.blob,
+        )
+
+    def group(
+        self, parts: Sequence[tuple[CountedRecords, IntArray]], order: IntArray
+    ) -> tuple[StoredGroup, list[RejectedSample]]:
+        """The usable records at these rows as a group, and those that changed since.
+
+        `order`: their indices, and maybe others, in the order of the group. A changed record is
+        left out: its files are not those that were counted.
+        """
+        batches = [counted.table.take(pa.array(rows)) for counted, rows in parts]
+        found = np.concatenate([counted.indices[rows] for counted, rows in parts])
+        row_of = {index: row for row, index in enumerate(found.tolist())}
+        rows = np.array([row_of[index] for index in order.tolist() if index in row_of])
+        staged, indices = pa.concat_batches(batches).take(pa.array(rows)), found[rows]
+        ids = staged.column("sample_id").to_pylist()
+        ordered = np.arange(len(ids))
+        task = ShardTask(
+            config=self._write,
+            shard=0,
+            first_group=0,
+            offsets=np.array([0, len(ids)]),
+            rows=ordered,
+            positions=indices,
+            sample_ids=ids,
+            parts=np.zeros_like(ordered),
+            num_bytes=ordered,
+        )
+        blobs = _BlobsInMemory({counted.name: counted.blob for counted, _ in parts})
+        block, lost = pack_groups(task, 0, 1, staged, blobs)
+        sources = staged.column("source").to_pylist()
+        changed = [
+            RejectedSample(int(indices[row]), ids[row], sources[row], reason, detail)
+            for row, reason, detail in lost
+        ]
+        return _stored_group(block), changed
+
+
+def _stored_group(block: PackedBlock) -> StoredGroup:
+    """A block of one group as a reader of shards would give it."""
+    images, audios = block.images, block.audios
+    height, width = (images.numbers[name] for name in ("height", "width"))
+    return StoredGroup(
+        where="the dataset",
+        sample_ids=tuple(block.sample_ids),
+        input_ids=block.input_ids,
+        labels=block.labels,
+        cu_seqlens=block.token_offsets.astype(np.int32),
+        images=_contents(images),
+        image_sizes=np.stack([height, width], axis=1).astype(np.int32),
+        image_samples=_owners(images),
+        image_frames=images.numbers["num_frames"].astype(np.int32),
+        image_rates=images.numbers["rate"].astype(np.float64),
+        audios=_contents(audios),
+        audio_lengths=audios.numbers["length"].astype(np.int32),
+        audio_samples=_owners(audios),
+        extras=block.extras,
+    )
+
+
+def _contents(files: PackedFiles) -> list[memoryview]:
+    view = files.content.data
+    return [view[start:end] for start, end in pairwise(files.content_offsets.tolist())]
+
+
+def _owners(files: PackedFiles) -> NDArray[np.int32]:
+    """Place of each file's sample."""
+    sizes = np.diff(files.offsets)
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)

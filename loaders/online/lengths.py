@@ -1,0 +1,243 @@
+"""What the samples of a dataset cost: measured once, each rank its share, known to all.
+
+The next window is measured in a thread while training runs. Lengths stay in memory, 32 bytes per
+sample, or in a file that later runs use too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.errors import DataError
+from balance.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
+from loaders.online._exchange import RankExchange
+from loaders.online._length_table import REJECTED, ROW, SOURCE, STATUS, UNKNOWN, USABLE, LengthTable
+from loaders.online._packer_door import (
+    BY_CHOICE,
+    CountedRecords,
+    FlopsModel,
+    GroupOptions,
+    RecordCounter,
+    RejectedSample,
+    choose_limits,
+)
+
+
+class Measure(Protocol):
+    """Counts records of the dataset."""
+
+    def __call__(self, samples: IntArray) -> CountedRecords:
+        """The records, counted; keeps what reading them will need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthOptions:
+    """How samples are measured and which are rejected."""
+
+    max_tokens: int | None
+    max_vision: int | None
+    max_rejected: float
+    """Largest share of unusable samples to accept."""
+    seed: int
+    least: int
+    """Samples that are measured before that share is looked at."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one rank measured: rows of the table, and what is new about them."""
+
+    rows: NDArray[np.int32]
+    sources: list[str]
+    rejected: list[RejectedSample] = field(default_factory=list)
+    error: str = ""
+
+
+class SampleLengths:
+    """Counts of all samples that any rank has measured."""
+
+    def __init__(
+        self,
+        counter: RecordCounter,
+        measure: Measure,
+        table: LengthTable,
+        exchange: RankExchange | None,
+        options: LengthOptions,
+    ) -> None:
+        """Without `exchange` this rank measures all samples."""
+        self._counter, self._measure = counter, measure
+        self._rows, self._saved = table.rows, table
+        self._exchange, self._options = exchange, options
+        self._lock = threading.Lock()
+        self.explained: list[str] = []
+        """How caps were chosen."""
+        self.rejected: dict[int, RejectedSample] = {}
+        """Samples that cannot be used, by index; those that any rank has found."""
+        self._unsent: list[RejectedSample] = []
+        self.sources = table.sources
+        self.num_measured = int(np.count_nonzero(self._rows[:, STATUS]))
+        """Samples whose lengths are known."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def measure(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> BoolArray:
+        """Learn what samples cost, together with all ranks; -> which of them can be used.
+
+        DataError on all ranks if measuring fails on one, or too many samples cannot be used.
+        """
+        exchange = self._exchange
+        rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        own = self._part(samples[rank::size])
+        parts = [own]
+        if exchange is not None:
+            key = blake2b(samples.tobytes(), digest_size=12).hexdigest()
+            parts = exchange.all_gather(key, own, is_cancelled)
+        if errors := [part.error for part in parts if part.error]:
+            raise DataError(errors[0])
+        for place, part in enumerate(parts):
+            self._add(samples[place::size], part)
+        self._check_rejected()
+        return np.asarray(self._rows[samples, STATUS] == USABLE)
+
+    def column(self, name: str, samples: IntArray) -> IntArray:
+        """A column of `Counts` of samples that were measured, int64, same shape."""
+        return np.asarray(self._rows[samples, COUNT_COLUMNS.index(name)], np.int64)
+
+    def source_numbers(self, samples: IntArray) -> IntArray:
+        """Place in `sources` of each sample's source."""
+        return np.asarray(self._rows[samples, SOURCE], np.int64)
+
+    def choose_limits(self, samples: IntArray) -> Limits:
+        """Caps, chosen by these samples as far as they are not given."""
+        options, model = self._options, self._counter.model
+        if options.max_tokens is not None and options.max_vision is not None:
+            caps = min(options.max_tokens, model.context_len), options.max_vision
+            return Limits(
+                max_seq_len=caps[0],
+                max_vision=caps[1],
+                min_seq_len=caps[0],
+                min_vision=caps[1],
+                vision_unit=model.vision_unit,
+            )
+        counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
+        choice = choose_limits(
+            counts,
+            GroupOptions(
+                seed=options.seed, max_seq_len=options.max_tokens, max_vision=options.max_vision
+            ),
+            vision_unit=model.vision_unit,
+            context_len=model.context_len,
+            flops=FlopsModel.of(model) if model.has_dimensions else None,
+        )
+        self.explained = choice.lines
+        return choice.limits
+
+    def within(self, samples: IntArray, limits: Limits) -> IntArray:
+        """Samples without those that are over a given cap, which are rejected.
+
+        One over a cap that was chosen by the first window is a group of its own.
+        """
+        counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
+        context = self._counter.model.context_len
+        given = context if self._options.max_tokens is None else limits.max_seq_len
+        over = [
+            (counts.seq_len > given, counts.seq_len, "longer_than_max_seq_len", "tokens", given)
+        ]
+        if self._options.max_vision is not None:
+            load, most = limits.vision_load(counts), limits.max_vision
+            over.append((load > most, load, "more_than_max_vision", limits.unit, most))
+        kept = np.ones(len(samples), np.bool_)
+        for is_over, loads, reason, unit, cap in over:
+            for row in np.flatnonzero(is_over & kept).tolist():
+                index = int(samples[row])
+                source = self.sources[int(self._rows[index, SOURCE])]
+                detail = f"{loads[row]} {unit}, cap {cap}"
+                self._note([RejectedSample(index, f"{source}:{index}", source, reason, detail)])
+            kept &= ~is_over
+        self._check_rejected()
+        return samples[kept]
+
+    def lose(self, lost: Sequence[RejectedSample]) -> None:
+        """Note samples that this rank could not read after they were measured."""
+        with self._lock:
+            self._unsent += lost
+        if self._exchange is None:
+            self._note(lost)
+
+    def source_shares(self) -> dict[str, float]:
+        """Share of each source in the usable samples that are measured."""
+        usable = self._rows[self._rows[:, STATUS] == USABLE, SOURCE]
+        numbers = np.bincount(usable, minlength=len(self.sources))
+        shares = numbers / max(1, int(numbers.sum()))
+        return dict(zip(self.sources, shares.tolist(), strict=True))
+
+    def _part(self, samples: IntArray) -> _Part:
+        """Rows of samples, those measured that are not known yet; or why they cannot be."""
+        unknown = samples[self._rows[samples, STATUS] == UNKNOWN]
+        rejected: list[RejectedSample] = []
+        try:
+            if len(unknown):
+                counted = self._measure(unknown)
+                self._add(unknown, part := _part_of(counted))
+                rejected += part.rejected
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            return _Part(np.zeros((0, ROW), np.int32), [], error=f"one rank failed: {reason}")
+        with self._lock:
+            unsent, self._unsent = self._unsent, []
+        return _Part(self._rows[samples], list(self.sources), rejected + unsent)
+
+    def _add(self, samples: IntArray, part: _Part) -> None:
+        """Take over what a rank measured."""
+        numbers = []
+        for name in part.sources:
+            if name not in self.sources:
+                self.sources.append(name)
+            numbers.append(self.sources.index(name))
+        is_new = self._rows[samples, STATUS] == UNKNOWN
+        rows = part.rows[is_new].copy()
+        if len(rows):
+            rows[:, SOURCE] = np.array(numbers, np.int32)[rows[:, SOURCE]]
+            self._saved.set(samples[is_new], rows)
+            self.num_measured += len(rows)
+        self._note(part.rejected)
+
+    def _note(self, rejected: Sequence[RejectedSample]) -> None:
+        for each in rejected:
+            self._rows[each.index, STATUS] = REJECTED
+            self.rejected[each.index] = each
+
+    def _check_rejected(self) -> None:
+        """DataError if too many samples cannot be used; the same on all ranks."""
+        found = Counter(each.reason for each in self.rejected.values())
+        number = sum(count for reason, count in found.items() if reason not in BY_CHOICE)
+        most, measured = self._options.max_rejected, self.num_measured
+        if number > most * measured and measured >= min(self._options.least, len(self)):
+            listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common(5))
+            first = next(each for each in self.rejected.values() if each.reason not in BY_CHOICE)
+            raise DataError(
+                f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
+                f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "
+                "Repair the data, or raise max_rejected"
+            )
+
+
+def _part_of(counted: CountedRecords) -> _Part:
+    names = list(dict.fromkeys(counted.sources))
+    places = {name: place for place, name in enumerate(names)}
+    status = np.where(counted.usable, USABLE, REJECTED)
+    sources = [places[name] for name in counted.sources]
+    extra = np.stack([status, sources], axis=1)
+    rows = np.concatenate([counted.counts, extra], axis=1).astype(np.int32)
+    return _Part(rows, names, counted.rejected)

@@ -1,0 +1,309 @@
+"""`BalancedLoader`: balanced steps from any dataset, without a build.
+
+Each rank measures its share of a window of the dataset's random order, and all plan the window in
+the same way (`loaders.plan.windows`); only the rank that was given a sample reads and decodes it.
+Planning, decoding and collating are those of `StreamingLoader`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, Unpack, cast
+
+from balance.config import check_names, check_types
+from balance.errors import ConfigError, first_line
+from balance.types import IntArray, Limits
+from loaders.config import LoaderConfig, LoaderOptions
+from loaders.online._exchange import RankExchange
+from loaders.online._length_table import LengthTable
+from loaders.online._packer_door import RecordCounter, RejectedSample
+from loaders.online.lengths import LengthOptions, SampleLengths
+from loaders.online.reader import RecordReader
+from loaders.online.records import Records, Transform
+from loaders.plan.epoch_groups import PlannedBuild
+from loaders.plan.steps import Steps
+from loaders.plan.window_order import WindowOrder
+from loaders.plan.windows import WindowGroups, WindowSettings
+from loaders.ranks import RankChecks
+from loaders.stats import Meter
+from loaders.step_builder import StepBatches, StepBuilder
+from loaders.step_stream import StepStream
+
+FIRST_WINDOW = 256
+"""Samples of an epoch's first window where both caps are given: the first step comes soon."""
+_OF_BUILDS = (
+    *("shuffle", "split", "filter", "limit", "mixing_weights", "regroup", "image_root"),
+    *("storage", "regroup_window", "validation_fraction"),
+)
+"""Options of `LoaderConfig` that need a build."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingConfig:
+    """How a dataset without a build is measured and packed."""
+
+    model: str
+    """Preset, folder or Hub id, as `packer build --model` takes it."""
+    tokenizer: str | None = None
+    """Folder or Hub id; by default the model's."""
+    chat_template: str | None = None
+    """Name of one of the tokenizer's templates, a .jinja file, or a template."""
+    data_root: str | None = None
+    """Folder that relative paths of images and audio files begin at; by default the current one."""
+    keep_columns: tuple[str, ...] = ()
+    """Columns of the records that micro-batches give as `extras`."""
+    transform: Transform | None = None
+    """Function record -> record, called for each record before it is measured or read; it must give
+    the same each time.
+    """
+    max_tokens: int | None = None
+    """LLM tokens of a micro-batch at most; None: chosen by the first window (`explained`)."""
+    max_vision: int | None = None
+    """Image patches of a micro-batch at most, or ViT tokens at native resolution; None: chosen by
+    the first window. A later sample that is larger than a chosen cap is a micro-batch of its own.
+    """
+    window: int = 2048
+    """Samples that are planned together. More make steps more even, and cost time before the first
+    one if a cap is chosen.
+    """
+    max_rejected: float = 0.05
+    """Share of unusable samples above which training stops, with a DataError on all ranks."""
+    lengths_cache: str | Path | None = None
+    """Folder where lengths are kept for later runs on the same dataset, model and tokenizer."""
+    epochs: int | None = None
+    """Epochs that an iterator gives; None: one at a time, as `StreamingLoader` does."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("max_tokens", "max_vision", "window", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "max_vision" else 1):
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if not 0 <= self.max_rejected <= 1:
+            raise ConfigError(f"max_rejected is {self.max_rejected}; it must be in 0..1")
+
+
+class PackingOptions(LoaderOptions, total=False):
+    """The fields of `PackingConfig` and `LoaderConfig`, as keywords of `BalancedLoader`."""
+
+    tokenizer: str | None
+    chat_template: str | None
+    data_root: str | None
+    keep_columns: tuple[str, ...]
+    transform: Transform | None
+    max_tokens: int | None
+    max_vision: int | None
+    window: int
+    max_rejected: float
+    lengths_cache: str | Path | None
+    epochs: int | None
+
+
+class BalancedLoader(StepStream):
+    """Iterating gives one list of `MicroBatch` per step, as `StreamingLoader` does.
+
+    `dataset` is a list of records, a map-style torch Dataset or a `datasets.Dataset`, of
+    conversations with their images and audio files as `packer build` takes them. `model` is a
+    preset, a folder or a Hub id.
+
+    All ranks make the loader at the same place of their programs, and iterate together. Without
+    torch.distributed, `dp_rank` and `dp_world_size` may be given: each rank then measures all
+    samples by itself.
+    """
+
+    def __init__(self, dataset: Any, *, model: str, **options: Unpack[PackingOptions]) -> None:
+        own = {field.name for field in fields(PackingConfig)}
+        packing = {name: value for name, value in options.items() if name in own}
+        loading: dict[str, Any] = {n: value for n, value in options.items() if n not in own}
+        if wrong := [name for name in _OF_BUILDS if name in loading]:
+            raise ConfigError(f"{wrong[0]} needs a build; leave it out, or use a StreamingLoader")
+        check_names(LoaderConfig, loading, also=own)
+        encoded = loading.get("images") == "encoded"
+        loading.setdefault("on_error", "raise" if encoded else "skip")
+        config = LoaderConfig(**loading)
+        rank, size = config.ranks()
+        peers = config.peers()
+        self._packing = PackingConfig(model=model, **packing)  # type: ignore[arg-type]
+        alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
+        self._config = replace(alone, dp_rank=rank, dp_world_size=size)
+        self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
+        exchange = RankExchange(peers, config.rank_timeout_s) if len(peers) > 1 else None
+        try:
+            self._begin(dataset, exchange)
+        except Exception as error:
+            if self._checks is not None:
+                self._checks.tell(f"cannot open its dataset: {first_line(error)}")
+            raise
+        self._told |= {"dp_rank": str(rank)} | config.shared()
+
+    def _begin(self, dataset: Any, exchange: RankExchange | None) -> None:
+        """The beginning of the first epoch."""
+        packing, config = self._packing, self._config
+        records = Records(dataset, packing.transform)
+        if not len(records):
+            raise ConfigError("the dataset has no records")
+        self._counter = counter = RecordCounter(
+            packing.model,
+            tokenizer=packing.tokenizer,
+            chat_template=packing.chat_template,
+            data_root=packing.data_root,
+            keep_columns=packing.keep_columns,
+        )
+        self.model, self.vocab_size = counter.model, counter.tokenizer.vocab_size
+        self.image_token_id = counter.tokenizer.image_token_id
+        self.audio_token_id = counter.tokenizer.audio_token_id
+        reader = RecordReader(
+            records, counter, packing.keep_columns, may_lose=config.on_error == "skip"
+        )
+        is_leader = exchange is None or exchange.rank == 0
+        table = LengthTable.open(
+            packing.lengths_cache, records, counter.identity, may_write=is_leader
+        )
+        options = LengthOptions(
+            max_tokens=packing.max_tokens,
+            max_vision=packing.max_vision,
+            max_rejected=packing.max_rejected,
+            seed=config.seed,
+            least=packing.window,
+        )
+        self._lengths = SampleLengths(counter, reader.measure, table, exchange, options)
+        reader.lengths = self._lengths
+        self._source = WindowGroups(
+            _as_build(counter, self._lengths),
+            self._lengths,
+            self._settings(),
+            {"dataset": f"{len(records)} {counter.identity}", "window": self._window_identity()},
+        )
+        self._told = {"dataset": str(self._source.identity)}
+        self._steps = Steps(self._source, config.step_config(), config.planner)
+        self._reader, self._meter = reader, Meter()
+        self._builder = StepBuilder(reader, self.model, config, self._meter)
+        self._pid, self._running = os.getpid(), None
+        self._closed, self._resumes, self.num_dropped_samples = False, False, 0
+
+    def _settings(self) -> WindowSettings:
+        packing, config = self._packing, self._config
+        has_caps = packing.max_tokens is not None and packing.max_vision is not None
+        return WindowSettings(
+            window=packing.window,
+            first_window=min(packing.window, FIRST_WINDOW) if has_caps else packing.window,
+            seed=config.seed,
+            balance=config.balance,
+            step_groups=config.ranks()[1] * config.micro_batches_per_step,
+            loss_weights=config.loss_weights,
+        )
+
+    def _window_identity(self) -> dict[str, int | None]:
+        packing = self._packing
+        return {name: getattr(packing, name) for name in ("window", "max_tokens", "max_vision")}
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        while True:
+            if (epochs := self._packing.epochs) is not None and self.epoch >= epochs:
+                return
+            if self._checks is not None:  # before ranks wait for what the others measure
+                position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
+                self._checks.compare(self._told | {"position in the epoch": position[:12]})
+            yield from super().__iter__()
+            if epochs is None:
+                return
+
+    def __len__(self) -> int:
+        """Steps of this epoch, the same on every rank; an estimate until `is_len_exact`."""
+        return super().__len__()
+
+    @property
+    def is_len_exact(self) -> bool:
+        """Whether all windows of this epoch are planned, so that its steps are known."""
+        return self._source.is_planned
+
+    @property
+    def remaining_steps(self) -> int:
+        """Steps until the epoch ends; as exact as `len`."""
+        step_groups = self._source.settings.step_groups
+        position = cast("WindowOrder", self._steps.position)
+        return max(0, len(self) - -(-position.given // step_groups))
+
+    @property
+    def limits(self) -> Limits | None:
+        """Caps of a micro-batch, None until they are chosen; `explained` says why."""
+        return self._source.limits
+
+    @property
+    def explained(self) -> list[str]:
+        """How the caps were chosen, in lines; none if both were given, or before the first step."""
+        return self._lengths.explained
+
+    @property
+    def rejected(self) -> list[RejectedSample]:
+        """The samples so far that cannot be used, with reasons, by their index in the dataset."""
+        return [sample for _, sample in sorted(self._lengths.rejected.items())]
+
+    def report(self) -> dict[str, Any]:
+        """What the packing has done so far; plain JSON, the same on all ranks but for times."""
+        figures, stats = self._source.figures, self.stats()
+        limits = self.limits
+        return {
+            "records": len(self._lengths),
+            "measured": self._lengths.num_measured,
+            "rejected": dict(Counter(each.reason for each in self.rejected)),
+            "sources": self._lengths.source_shares(),
+            "limits": None if limits is None else asdict(limits),
+            "explained": self.explained,
+            "groups": figures.num_groups,
+            "token_fill": figures.token_fill,
+            "first_window_s": figures.first_window_s,
+            "measuring_s": figures.measuring_s,
+            "grouping_s": figures.grouping_s,
+            "steps": stats.steps,
+            "dist_ratio_vit": stats.dist_ratio_vit,
+            "dist_ratio_llm": stats.dist_ratio_llm,
+        }
+
+    def close(self) -> None:
+        """End all threads. Safe to call twice."""
+        self._source.close()
+        super().close()
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError(_ONE_PROCESS)
+
+    def _open_again(self) -> None:
+        raise ConfigError(_ONE_PROCESS)
+
+
+_ONE_PROCESS = (
+    "a BalancedLoader cannot go to a worker process: it measures and decodes in threads; use "
+    "num_workers=0"
+)
+
+
+class _SamplesAsGroups:
+    """Each sample as a stored group of its own, for step planners and weights of samples."""
+
+    offsets: Any
+
+    def __init__(self, lengths: SampleLengths) -> None:
+        self.offsets, self.column = _Identity(), lengths.column
+
+
+class _Identity:
+    """What borders of groups of one sample are."""
+
+    def __getitem__(self, groups: IntArray) -> IntArray:
+        return groups
+
+
+def _as_build(counter: RecordCounter, lengths: SampleLengths) -> PlannedBuild:
+    """What planning asks of a build."""
+    manifest = SimpleNamespace(model=counter.model)
+    return cast(
+        "PlannedBuild", SimpleNamespace(manifest=manifest, samples=_SamplesAsGroups(lengths))
+    )

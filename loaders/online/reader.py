@@ -1,0 +1,164 @@
+"""`RecordReader`: reads the samples of a micro-batch from the dataset as one `StoredGroup`.
+
+What this rank measured itself is kept, as far as memory allows; other records are read and counted
+again, so only the rank that trains on a sample reads its files.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from balance.errors import DataError
+from balance.types import COUNT_COLUMNS, BoolArray, IntArray
+from loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
+from loaders.online.lengths import SampleLengths
+from loaders.online.records import Records
+from loaders.plan.selection import Selection, StoredSample
+from loaders.read.reader import with_extras
+from shards.stored_group import EMPTY_GROUP, StoredGroup
+
+KEPT_BYTES = 256 << 20
+"""Memory for records that this rank has counted, and may train on."""
+
+
+class RecordReader:
+    """Counts records, and gives those of a micro-batch with their files."""
+
+    is_remote = False
+    cache_hits = 0
+
+    def __init__(
+        self,
+        records: Records,
+        counter: RecordCounter,
+        extras: tuple[str, ...],
+        *,
+        may_lose: bool,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """`may_lose`: whether samples that changed since they were measured are left out."""
+        self._records, self._counter, self._extras = records, counter, extras
+        self._may_lose, self._kept_bytes = may_lose, kept_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, CountedRecords] = OrderedDict()
+        # sample -> which of the kept records it is in, and its row
+        self._places: dict[int, tuple[int, int]] = {}
+        self._lost: set[int] = set()
+        self._number = 0
+        self.lengths: SampleLengths
+        """What steps were planned by; set once."""
+
+    def measure(self, samples: IntArray) -> CountedRecords:
+        """Records, counted, and kept for `read`."""
+        counted = self._counter.count(samples, self._records.take(samples))
+        with self._lock:
+            self._number += 1
+            self._kept[self._number] = counted
+            rows = enumerate(samples.tolist())
+            self._places |= {index: (self._number, row) for row, index in rows}
+            while sum(each.num_bytes for each in self._kept.values()) > self._kept_bytes:
+                number, dropped = self._kept.popitem(last=False)
+                for index in dropped.indices.tolist():
+                    if self._places.get(index, (0, 0))[0] == number:
+                        del self._places[index]
+        return counted
+
+    def read(self, selection: Selection) -> StoredGroup:
+        """The samples of a selection, in its order; those that changed are left out and noted."""
+        indices = np.array([part.group for part in selection], np.int64)
+        parts, lost = self._counted(indices)
+        raw = EMPTY_GROUP
+        if parts:
+            raw, changed = self._counter.group(parts, indices)
+            lost += changed
+        if lost:
+            self._lose(lost)
+        return with_extras(raw, self._extras) if len(raw.sample_ids) == 0 else raw
+
+    def stored_samples(self, selection: Selection) -> list[StoredSample]:
+        """Where each sample of a selection is stored: by its index alone."""
+        return [(0, part.group, 0) for part in selection if part.group not in self._lost]
+
+    def is_quick(self, selections: Sequence[Selection]) -> bool:
+        """Never: records are read and counted."""
+        return False
+
+    def remote_bytes(self, selections: Sequence[Selection]) -> int:
+        """None that is known."""
+        return 0
+
+    def prefetch(self, selections: Sequence[Selection]) -> None:
+        """Nothing."""
+
+    def release(self, selection: Selection) -> None:
+        """Nothing: kept records go when others come."""
+
+    def cancel(self) -> None:
+        """Nothing: no read waits for long."""
+
+    def close(self) -> None:
+        """Drop what is kept."""
+        with self._lock:
+            self._kept.clear()
+            self._places.clear()
+
+    def _counted(
+        self, indices: IntArray
+    ) -> tuple[list[tuple[CountedRecords, IntArray]], list[RejectedSample]]:
+        """Counted records with the usable rows wanted of each, and what is wrong with others.
+
+        A record that gives other counts than those it was planned by would break its step's sums.
+        """
+        by_number: dict[int, list[int]] = {}
+        missing: list[int] = []
+        with self._lock:
+            for index in indices.tolist():
+                number, row = self._places.get(index, (0, index))
+                (by_number.setdefault(number, []) if number else missing).append(row)
+            parts = [(self._kept[number], np.array(rows)) for number, rows in by_number.items()]
+        if missing:
+            again = np.array(missing, np.int64)
+            counted = self._counter.count(again, self._records.take(again))
+            parts.append((counted, np.arange(len(again))))
+        usable, lost = [], []
+        for counted, rows in parts:
+            same = self._as_planned(counted, rows)
+            if (same & counted.usable[rows]).any():
+                usable.append((counted, rows[same & counted.usable[rows]]))
+            if not counted.usable[rows].all():
+                wanted = set(counted.indices[rows].tolist())
+                lost += [each for each in counted.rejected if each.index in wanted]
+            lost += [self._changed(counted, row) for row in rows[~same & counted.usable[rows]]]
+        return usable, lost
+
+    def _as_planned(self, counted: CountedRecords, rows: IntArray) -> BoolArray:
+        planned = [self.lengths.column(name, counted.indices[rows]) for name in COUNT_COLUMNS]
+        return np.asarray((np.stack(planned, axis=1) == counted.counts[rows]).all(axis=1))
+
+    def _changed(self, counted: CountedRecords, row: int) -> RejectedSample:
+        index = int(counted.indices[row])
+        planned = {
+            name: int(self.lengths.column(name, np.array([index]))[0]) for name in COUNT_COLUMNS
+        }
+        now = dict(zip(COUNT_COLUMNS, counted.counts[row].tolist(), strict=True))
+        name = next(name for name in COUNT_COLUMNS if planned[name] != now[name])
+        detail = (
+            f"{name} is {now[name]} and was {planned[name]} when it was measured: the dataset gives"
+            " another record each time, or the lengths are another dataset's"
+        )
+        sample_id = counted.table.column("sample_id")[row].as_py()
+        return RejectedSample(index, sample_id, counted.sources[row], "record_changed", detail)
+
+    def _lose(self, lost: list[RejectedSample]) -> None:
+        first = lost[0]
+        named = f"sample {first.sample_id!r} (record {first.index}): {first.reason}: {first.detail}"
+        if not self._may_lose:
+            raise DataError(f"{named}; restore it, or use on_error='skip'")
+        warnings.warn(f"left out: {named}", stacklevel=2)
+        self._lost |= {each.index for each in lost}
+        self.lengths.lose(lost)

@@ -1,0 +1,143 @@
+"""Records of a dataset in memory or on disk, by index: `Records`.
+
+Any map-style dataset: a list, torch's `Dataset`, `datasets.Dataset`. A record that the dataset
+cannot give is one that says why, and costs no run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from balance.errors import ConfigError, first_line
+from balance.types import IntArray
+
+FINGERPRINT_RECORDS = 64
+"""Records, spread over a dataset, that tell it from others."""
+
+Transform = Callable[[Any], Any]
+"""record -> record."""
+
+
+class MapDataset(Protocol):
+    """What a dataset must have."""
+
+    def __len__(self) -> int:
+        """Number of records."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """A record."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRecord:
+    """A record that cannot be read."""
+
+    why: str
+
+
+class Records:
+    """The records of a dataset, after the user's `transform`."""
+
+    def __init__(self, dataset: Any, transform: Transform | None = None) -> None:
+        """ConfigError for a dataset without length or items."""
+        if isinstance(dataset, str | bytes | Mapping) or not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        ):
+            raise ConfigError(
+                f"dataset is a {type(dataset).__name__}; give a list of records, a map-style torch "
+                "Dataset, or a datasets.Dataset"
+            )
+        if is_hugging_face(dataset):
+            dataset = _undecoded(dataset)
+        self._dataset: MapDataset = dataset
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def take(self, indices: IntArray) -> list[Any]:
+        """Records by index; a `BrokenRecord` for each that cannot be read."""
+        chosen = indices.tolist()
+        if is_hugging_face(self._dataset):
+            try:
+                given = self._dataset.__getitems__(chosen)  # type: ignore[attr-defined]
+                return [self._transformed(value) for value in given]
+            except Exception:  # one of them: each by itself tells which
+                pass
+        return [self._one(index) for index in chosen]
+
+    def fingerprint(self) -> str:
+        """Changes when the dataset does, as far as its length and some records tell."""
+        digest = hashlib.sha256(f"{len(self)}".encode())
+        spread = np.linspace(0, max(0, len(self) - 1), min(len(self), FINGERPRINT_RECORDS))
+        for value in self.take(np.unique(spread.astype(np.int64))):
+            text = json.dumps(value, sort_keys=True, default=_digest)
+            digest.update(text.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def _one(self, index: int) -> Any:
+        try:
+            value = self._dataset[index]
+        except Exception as error:  # of the user's code, or of a file that is damaged
+            return BrokenRecord(f"{type(error).__name__}: {first_line(error)}")
+        return self._transformed(value)
+
+    def _transformed(self, value: Any) -> Any:
+        if self._transform is not None:
+            try:
+                value = self._transform(value)
+            except Exception as error:
+                return BrokenRecord(f"transform: {type(error).__name__}: {first_line(error)}")
+        return _with_files(value)
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Whether this is a `datasets.Dataset`, without importing that library."""
+    return type(dataset).__module__.partition(".")[0] == "datasets"
+
+
+def _undecoded(dataset: Any) -> Any:
+    """With images and clips as files: only the rank that trains on one decodes it."""
+    dataset = dataset.with_format(None)
+    for name, feature in dataset.features.items():
+        if (changed := _as_files(feature)) is not feature:
+            dataset = dataset.cast_column(name, changed)
+    return dataset
+
+
+def _as_files(feature: Any) -> Any:
+    """A feature that gives files; the same one if it has none. For lists of them too."""
+    if getattr(feature, "decode", None) is True:
+        return type(feature)(decode=False)
+    inner = getattr(feature, "feature", None)
+    if inner is None:
+        return feature
+    changed = _as_files(inner)
+    return feature if changed is inner else type(feature)(changed)
+
+
+def _with_files(value: Any) -> Any:
+    """A record with PIL images as PNG files, which keep every pixel."""
+    if isinstance(value, Image.Image):
+        file = BytesIO()
+        value.save(file, "PNG", compress_level=1)
+        return {"bytes": file.getvalue(), "path": None}
+    if isinstance(value, Mapping):
+        return {key: _with_files(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_with_files(each) for each in value]
+    return value
+
+
+def _digest(value: object) -> str:
+    """Of what JSON does not hold."""
+    content = value if isinstance(value, bytes) else repr(type(value)).encode()
+    return hashlib.sha256(content).hexdigest()

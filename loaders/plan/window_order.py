@@ -1,0 +1,159 @@
+"""`WindowOrder`: position in the groups of windows that are planned while training runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from balance.order.global_shuffle import LoadLookup, assign_ranks, nearest
+from balance.types import Groups, IntArray
+
+if TYPE_CHECKING:
+    from loaders.plan.windows import WindowEpoch
+
+
+@dataclass(slots=True)
+class WindowFigures:
+    """What planning has done so far in this process."""
+
+    num_groups: int = 0
+    token_fill: float = 0.0
+    """Share of `max_seq_len` that groups fill, on average."""
+    first_window_s: float = 0.0
+    """Time until the groups of the first window were there."""
+    measuring_s: float = 0.0
+    """Time in which samples were measured, waiting for other ranks included."""
+    grouping_s: float = 0.0
+
+    def add(self, num_groups: int, fill: float, measuring_s: float, grouping_s: float) -> None:
+        """Count a window."""
+        self.num_groups += num_groups
+        self.token_fill += (fill - self.token_fill) * num_groups / max(1, self.num_groups)
+        self.measuring_s += measuring_s
+        self.grouping_s += grouping_s
+        self.first_window_s = self.first_window_s or measuring_s + grouping_s
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWindow:
+    """What one window adds."""
+
+    numbers: IntArray
+    """Numbers of its groups in the epoch, in random order."""
+    carried: IntArray
+    """Samples that wait for the next window."""
+    consumed: int
+    """Samples of the random order that are read after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroups:
+    """Groups that are planned and still in use; replaced, never changed."""
+
+    first: int
+    """Number of the first of them in the epoch."""
+    groups: Groups
+    """Of samples of the dataset."""
+    sums: dict[str, IntArray] | None
+    """Sums of `num_samples` and the columns of `Counts`; None until they are measured."""
+
+    def with_groups(self, groups: Groups, sums: dict[str, IntArray]) -> PlannedGroups:
+        """With more groups after these."""
+        assert self.sums is not None
+        own = self.groups
+        joined = Groups(
+            np.concatenate([own.samples, groups.samples]),
+            np.concatenate([own.offsets, own.offsets[-1] + groups.offsets[1:]]),
+        )
+        added = {name: np.concatenate([self.sums[name], sums[name]]) for name in sums}
+        return PlannedGroups(self.first, joined, added)
+
+    def without(self, count: int) -> PlannedGroups:
+        """Without the first groups."""
+        assert self.sums is not None
+        kept = self.groups.take(np.arange(count, len(self.groups)))
+        sums = {name: each[count:] for name, each in self.sums.items()}
+        return PlannedGroups(self.first + count, kept, sums)
+
+    def members(self, numbers: IntArray) -> Groups:
+        """The groups of these numbers."""
+        return self.groups.take(numbers - self.first)
+
+
+class WindowOrder:
+    """A step's groups are those most like the one that has waited longest, as `balance` says.
+
+    Its state lists the samples that were read and not used yet, so it depends on no plan.
+    """
+
+    def __init__(
+        self, epoch: WindowEpoch, waiting: IntArray, carried: IntArray, consumed: int, given: int
+    ) -> None:
+        """`waiting` groups, samples `carried` into the next window, and how much is past.
+
+        `given` is the number of groups that were taken, `consumed` that of samples that were read.
+        """
+        self._epoch, self._waiting, self._carried = epoch, waiting, carried
+        self._consumed, self.given = consumed, given
+
+    @property
+    def remaining(self) -> int:
+        """Groups still to come: at least those of a step, exact where there are fewer."""
+        ahead = self.copy()
+        ahead._fill(self._epoch.source.settings.step_groups)
+        return len(ahead._waiting)
+
+    def take(self, count: int) -> IntArray:
+        """The next `count` groups, int64, those that waited first; fewer at the epoch's end."""
+        self._fill(count)
+        return self._taken(np.arange(min(count, len(self._waiting))))
+
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
+        """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
+        count, balance = dp * micro_batches, self._epoch.source.settings.balance
+        # as many to choose from, whatever the windows' sizes are
+        self._fill(2 * count)
+        candidates = self._waiting[: int(count / (1 - balance))]
+        vision, tokens = loads(candidates)
+        chosen = nearest(vision, tokens, count, min(1.0, 2 * (1 - balance)))
+        places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
+        return np.append(self._taken(chosen), -1)[places]
+
+    def state(self) -> dict[str, Any]:
+        """This position, with the samples that wait: plain JSON, the same on every rank."""
+        source = self._epoch.source
+        return {
+            "consumed": self._consumed,
+            "given": self.given,
+            "carried": self._carried.tolist(),
+            "waiting": self._epoch.members(self._waiting),
+            "limits": None if source.limits is None else asdict(source.limits),
+            "mean_labels": source.mean_labels,
+        }
+
+    def copy(self) -> WindowOrder:
+        """An order in the same state that moves independently."""
+        twin = object.__new__(WindowOrder)
+        twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
+        return twin
+
+    def forget_past(self) -> None:
+        """Let the epoch drop the groups that neither this nor a later position needs."""
+        if len(self._waiting):
+            self._epoch.forget(int(self._waiting.min()))
+
+    def _fill(self, count: int) -> None:
+        """Read windows until so many groups wait, or the epoch ends."""
+        while len(self._waiting) < count and self._consumed < len(self._epoch.source.lengths):
+            window = self._epoch.window(self._consumed, self._carried)
+            self._waiting = np.concatenate([self._waiting, window.numbers])
+            self._consumed, self._carried = window.consumed, window.carried
+
+    def _taken(self, places: IntArray) -> IntArray:
+        """The waiting groups at these places, which wait no longer."""
+        groups = self._waiting[places]
+        self._waiting = np.delete(self._waiting, places)
+        self.given += len(groups)
+        return groups

@@ -1,0 +1,343 @@
+"""Groups of windows of a random order, planned while training runs: `WindowGroups`.
+
+For `loaders.plan.steps`. The samples of an epoch come in random order, a window of them at a time.
+A window is measured, grouped by itself, and its groups join those that wait; the next window is
+prepared in a thread meanwhile. Groups depend on lengths, seed and epoch alone, not on the number of
+ranks, so every rank makes the same ones, and a state continues on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from balance.errors import DataError
+from balance.loss_weights import LossWeights, sample_weights
+from balance.order.global_shuffle import GlobalShuffle, unfit_state
+from balance.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
+from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from loaders.plan.selection import SampleRefs, Selection
+from loaders.plan.window_order import (
+    PlannedGroups,
+    PlannedWindow,
+    WindowFigures,
+    WindowOrder,
+)
+
+LABEL_UNITS = 256
+"""The labels of a mean group are rounded to 1 / this, so that products with it are exact."""
+
+_LLM_KINDS = ("image", "text", "audio")
+IsCancelled = Callable[[], bool]
+
+
+class Lengths(Protocol):
+    """What the samples of a dataset cost, as far as that is known."""
+
+    def __len__(self) -> int:
+        """Samples of the dataset."""
+
+    def measure(self, samples: IntArray, is_cancelled: IsCancelled) -> BoolArray:
+        """Learn what samples cost, together with all ranks; -> which of them can be used."""
+
+    def column(self, name: str, samples: IntArray) -> IntArray:
+        """A column of `Counts` of samples that were measured, int64, same shape."""
+
+    def choose_limits(self, samples: IntArray) -> Limits:
+        """Caps, chosen by these samples as far as they are not given."""
+
+    def within(self, samples: IntArray, limits: Limits) -> IntArray:
+        """Samples without those that are over a given cap, which are rejected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSettings:
+    """How windows are made."""
+
+    window: int
+    """Samples of a window."""
+    first_window: int
+    """Samples of an epoch's first window, so that the first step comes soon; the next double."""
+    seed: int
+    balance: float
+    step_groups: int
+    """Groups of a step, over all ranks."""
+    loss_weights: LossWeights
+
+
+class WindowGroups(EpochSource):
+    """The epochs of a dataset that is measured while training runs."""
+
+    def __init__(
+        self,
+        build: PlannedBuild,
+        lengths: Lengths,
+        settings: WindowSettings,
+        identity: dict[str, object],
+    ) -> None:
+        """`build` has the model and the samples, each as a stored group of its own."""
+        self.builds: Sequence[PlannedBuild] = [build]
+        self.identity = identity
+        self.lengths, self.settings = lengths, settings
+        self.limits: Limits | None = None
+        """Caps, once they are chosen or loaded."""
+        self.mean_labels: float | None = None
+        """Weight of the labels of a mean group of the run's first window."""
+        self.figures = WindowFigures()
+        self._epoch: WindowEpoch | None = None
+        self._next: WindowEpoch | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all windows of the epoch are planned."""
+        return self._epoch is not None and self._epoch.is_planned
+
+    def epoch(self, number: int) -> WindowEpoch:
+        """The groups of an epoch, none of them planned."""
+        return self.begin(number, {})[0]
+
+    def prepare(self, number: int) -> None:
+        """Start to plan that epoch's first window, if all of the one before it are planned."""
+        last, prepared = self._epoch, self._next
+        if last is None or not last.is_planned or (prepared and prepared.number == number):
+            return
+        self._next = WindowEpoch(self, number, 0, [])
+        self._next.prepare(0, np.zeros(0, np.int64))
+
+    def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
+        """An epoch, and its order after the position `state`. ValueError for one that is none."""
+        given, waiting = int(state.get("given", 0)), list(state.get("waiting", []))
+        carried = np.array(state.get("carried", []), np.int64)
+        consumed, total = int(state.get("consumed", 0)), len(self.lengths)
+        samples = [*(int(each) for group in waiting for each in group), *carried.tolist()]
+        known = all(0 <= sample < total for sample in samples)
+        if given < 0 or not len(samples) <= consumed <= total or not known:
+            raise unfit_state(f"{consumed} of {total} samples, {len(samples)} of them waiting")
+        if state.get("limits"):
+            self.limits = Limits(**state["limits"])
+        if state.get("mean_labels"):
+            self.mean_labels = float(state["mean_labels"])
+        epoch, self._next = self._next, None
+        if epoch is not None and (epoch.number != number or state):
+            epoch.close()
+            epoch = None
+        epoch = epoch or WindowEpoch(self, number, given, waiting)
+        if self._epoch is not None:
+            self._epoch.close()
+        self._epoch = epoch
+        numbers = np.arange(given, given + len(waiting))
+        return epoch, WindowOrder(epoch, numbers, carried, consumed, given)
+
+    def close(self) -> None:
+        """End the threads."""
+        for epoch in (self._epoch, self._next):
+            if epoch is not None:
+                epoch.close()
+
+
+class WindowEpoch(Epoch):
+    """The groups of an epoch, numbered as they are made; those that are past are forgotten."""
+
+    def __init__(
+        self, source: WindowGroups, number: int, given: int, waiting: Sequence[Sequence[int]]
+    ) -> None:
+        """After `given` groups; those in `waiting` are planned but not measured here."""
+        self.source, self.number = source, number
+        self.is_planned = False
+        """Whether the last window is planned."""
+        sizes = [len(group) for group in waiting]
+        samples = np.array([each for group in waiting for each in group], np.int64)
+        groups = Groups(samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+        self._planned = PlannedGroups(given, groups, None if waiting else self._sums(groups))
+        self._closed = False
+        # the first is held while a window is made, the second while attributes change
+        self._making, self._lock = threading.RLock(), threading.Lock()
+        self._windows: dict[int, PlannedWindow] = {}
+        self._pending: dict[int, Future[PlannedWindow]] = {}
+        self._num_read = 0  # samples of the random order, up to the last window
+        self._num_made, self._num_placed = 0, 0  # groups, and samples in them
+
+    def __len__(self) -> int:
+        """Number of groups; an estimate until the last window is planned."""
+        planned = self._planned
+        known = planned.first + len(planned.groups)
+        if self.is_planned:
+            return known
+        left = len(self.source.lengths) - self._num_read
+        # before the first window is made, at least one
+        return known + round(max(1.0, left * self._num_made / max(1, self._num_placed)))
+
+    def column(self, name: str, groups: IntArray) -> IntArray:
+        """Sums over the groups' samples, int64, same shape as `groups`."""
+        planned = self._measured()
+        assert planned.sums is not None
+        return planned.sums[name][groups - planned.first]
+
+    def selections(self, groups: IntArray) -> list[Selection]:
+        """Each sample as a stored group of its own."""
+        refs, members = self.samples(groups), self._planned.members(groups)
+        return [refs.select(np.arange(*borders)) for borders in pairwise(members.offsets.tolist())]
+
+    def samples(self, groups: IntArray) -> SampleRefs:
+        """All samples of the groups, group after group."""
+        samples = self._planned.members(groups).samples
+        zeros = np.zeros_like(samples)
+        return SampleRefs(zeros, samples, zeros)
+
+    def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """One build, and each group's first sample: groups are others in each epoch."""
+        members = self._planned.members(groups)
+        return np.zeros_like(groups), members.samples[members.offsets[:-1]]
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels, if all groups had those of the run's mean group.
+
+        That is the same in all steps, so a label counts the same in whichever step it comes.
+        """
+        return (self.source.mean_labels or 1.0) * len(self)
+
+    def members(self, groups: IntArray) -> list[list[int]]:
+        """The samples of each group."""
+        members = self._planned.members(groups)
+        samples = members.samples.tolist()
+        return [samples[start:end] for start, end in pairwise(members.offsets.tolist())]
+
+    def window(self, consumed: int, carried: IntArray) -> PlannedWindow:
+        """The window after `consumed` samples of the order, with those `carried` into it."""
+        with self._lock:
+            made = self._windows.get(consumed)
+            pending = None if made else self._pending.pop(consumed, None)
+        if made is None:
+            made = pending.result() if pending else self._make(consumed, carried)
+        self.prepare(made.consumed, made.carried)
+        return made
+
+    def prepare(self, consumed: int, carried: IntArray) -> None:
+        """Start to make a window in a thread, unless that has been started or there is none."""
+        with self._lock:
+            is_known = consumed in self._windows or consumed in self._pending
+            if is_known or self._closed or consumed >= len(self.source.lengths):
+                return
+            future = self._pending[consumed] = Future[PlannedWindow]()
+
+        def run() -> None:
+            try:
+                future.set_result(self._make(consumed, carried))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # a daemon: for others the interpreter would wait, and one may wait for another rank
+        threading.Thread(target=run, name=f"isobatch-window-{consumed}", daemon=True).start()
+
+    def forget(self, before: int) -> None:
+        """Drop the groups before that number."""
+        with self._lock:
+            planned = self._planned
+            count = before - planned.first
+            if planned.sums is not None and 2 * count > len(planned.groups):
+                self._planned = planned.without(count)
+                self._windows = {
+                    key: made
+                    for key, made in self._windows.items()
+                    if made.numbers.max(initial=before) >= before
+                }
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._closed = True
+
+    def _make(self, consumed: int, carried: IntArray) -> PlannedWindow:
+        """Measure and group a window."""
+        with self._making:
+            if consumed in self._windows:
+                return self._windows[consumed]
+            self._measured()
+            settings, lengths = self.source.settings, self.source.lengths
+            size = min(settings.window, max(settings.first_window, consumed))
+            order = GlobalShuffle(
+                num_groups=len(lengths), seed=settings.seed, epoch=self.number, consumed=consumed
+            )
+            planned_before = self._planned.first + len(self._planned.groups)
+            samples = np.concatenate([carried, order.take(size)])
+            begun = time.perf_counter()
+            samples = samples[lengths.measure(samples, self._is_closed)]
+            measured = time.perf_counter()
+            num_read = min(len(lengths), consumed + size)
+            groups, left = self._group(samples, consumed, is_last=num_read == len(lengths))
+            if num_read == len(lengths) and not len(groups) + planned_before:
+                raise DataError(f"none of the {num_read} samples can be used; see `rejected`")
+            sums = self._sums(groups)
+            times = measured - begun, time.perf_counter() - measured
+            self.source.figures.add(len(groups), self._fill_of(sums), *times)
+            with self._lock:
+                planned = self._planned
+                first = planned.first + len(planned.groups)
+                made = PlannedWindow(np.arange(first, first + len(groups)), left, num_read)
+                self._planned = planned.with_groups(groups, sums)
+                self._num_made += len(groups)
+                self._num_placed += len(groups.samples)
+                self._windows[consumed], self._num_read = made, num_read
+                self.is_planned = num_read == len(lengths)
+        return made
+
+    def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
+        """Groups of samples, and samples that wait for the next window."""
+        from balance.grouping.window import group_window  # noqa: PLC0415  (see `loaders`)
+
+        source, settings, lengths = self.source, self.source.settings, self.source.lengths
+        if not len(samples):
+            return Groups(samples, np.zeros(1, np.int64)), samples
+        if source.limits is None:
+            source.limits = lengths.choose_limits(samples)
+        limits = source.limits
+        samples = lengths.within(samples, limits)
+        image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in _LLM_KINDS)
+        made, left = group_window(
+            lengths.column(f"num_{limits.vision_unit}", samples),
+            image + text + audio,
+            limits,
+            seed=settings.seed,
+            place=(self.number, consumed),
+            is_last=is_last,
+        )
+        groups = Groups(samples[made.samples], made.offsets)
+        if source.mean_labels is None and len(groups):
+            labels = lengths.column("num_loss_tokens", groups.samples)
+            mean = float(sample_weights(labels, settings.loss_weights).sum()) / len(groups)
+            source.mean_labels = max(1, round(mean * LABEL_UNITS)) / LABEL_UNITS
+        return groups, samples[left]
+
+    def _measured(self) -> PlannedGroups:
+        """What is planned, after the groups of a state are measured too."""
+        if self._planned.sums is None:
+            with self._making:
+                planned, lengths = self._planned, self.source.lengths
+                if planned.sums is None:
+                    # one that is rejected by now costs nothing, and is left out when it is read
+                    lengths.measure(planned.groups.samples, self._is_closed)
+                    self._planned = replace(planned, sums=self._sums(planned.groups))
+        return self._planned
+
+    def _sums(self, groups: Groups) -> dict[str, IntArray]:
+        column, ordered = self.source.lengths.column, np.arange(len(groups.samples))
+        own = Groups(ordered, groups.offsets)
+        sums = {name: own.sum(column(name, groups.samples)) for name in COUNT_COLUMNS}
+        return sums | {"num_samples": groups.sizes.astype(np.int64)}
+
+    def _fill_of(self, sums: dict[str, IntArray]) -> float:
+        """Share of the token cap that groups fill, on average."""
+        limits, tokens = (
+            self.source.limits,
+            sum(int(sums[f"num_{k}_tokens"].sum()) for k in _LLM_KINDS),
+        )
+        return tokens / max(1, len(sums["num_samples"]) * limits.max_seq_len) if limits else 0.0
+
+    def _is_closed(self) -> bool:
+        return self._closed

@@ -1,0 +1,274 @@
+"""`BalancedLoader`: the samples of a build, without one."""
+
+import json
+import pickle
+import warnings
+from io import BytesIO
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as Pictures
+
+from balance.errors import ConfigError, DataError
+from loaders import BalancedLoader, StepDataset
+from support.builds.packed import build
+from support.builds.raw_data import record, write_dataset
+from support.loading.contents import content
+from support.loading.online_data import OPTIONS, built_samples, open_ranks, records, samples_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("online")
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    return records(folder)
+
+
+@pytest.fixture(scope="module")
+def built(rows, folder):
+    write_dataset(folder, rows)
+    build(folder, folder / "packed", max_seq_len=1024)
+    return built_samples(folder / "packed")
+
+
+def batches_of(ranks):
+    return [batch for loader in ranks for step in loader for batch in step]
+
+
+class MapStyle(torch.utils.data.Dataset):
+    """Gives pictures as PIL does, and messages."""
+
+    def __init__(self, rows, folder):
+        self.rows, self.folder = rows, folder
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        names = row.get("image", [])
+        names = [names] if isinstance(names, str) else names
+        images = [Pictures.open(self.folder / name) for name in names]
+        return {"id": row["id"], "conversations": row["conversations"], "images": images}
+
+
+def hugging_face(rows, folder):
+    """The same as a `datasets.Dataset` with undecoded content."""
+
+    def files(row):
+        names = row.get("image", [])
+        return [names] if isinstance(names, str) else names
+
+    values = [
+        {
+            "id": row["id"],
+            "conversations": row["conversations"],
+            "images": [
+                {"bytes": (folder / name).read_bytes(), "path": None} for name in files(row)
+            ],
+        }
+        for row in rows
+    ]
+    turns = List({"from": Value("string"), "value": Value("string")})
+    features = Features({"id": Value("string"), "conversations": turns, "images": List(Image())})
+    return Dataset.from_list(values, features=features)
+
+
+def test_samples_are_those_of_a_build(rows, built, folder):
+    kinds = {
+        "list": rows,
+        "datasets": hugging_face(rows, folder),
+        "torch": MapStyle(rows, folder),
+    }
+    for name, dataset in kinds.items():
+        ranks = open_ranks(dataset, 2 if name == "list" else 1, folder, pixel_dtype=torch.uint8)
+        found = samples_of(batches_of(ranks), ranks[0].image_token_id)
+        assert found == built, name
+        assert not ranks[0].rejected
+        for loader in ranks:
+            loader.close()
+
+
+def test_absolute_paths(rows, built, folder):
+    def absolute(row):
+        names = row.get("image", [])
+        names = [names] if isinstance(names, str) else names
+        return row | {"image": [str(folder / name) for name in names]}
+
+    (loader,) = open_ranks(rows, 1, "elsewhere", transform=absolute, pixel_dtype=torch.uint8)
+    assert samples_of(batches_of([loader]), loader.image_token_id) == built
+    loader.close()
+
+
+def test_resumes_on_other_ranks(rows, folder):
+    options = {"micro_batches_per_step": 2, "image_transform": None}
+    ranks = open_ranks(rows, 2, folder, **options)
+    given, states = [], []
+    for step in zip(*ranks, strict=True):
+        given.append([content(each) for each in step])
+        (state,) = {json.dumps(loader.state_dict()) for loader in ranks}
+        states.append(json.loads(state))
+    assert len(given) == len(ranks[0]) > 2
+    assert ranks[0].epoch == 1
+    again = open_ranks(rows, 2, folder, state=states[0], **options)
+    assert [[content(each) for each in step] for step in zip(*again, strict=True)] == given[1:]
+    alone = open_ranks(rows, 1, folder, state=states[0])
+    names = [name for batch in batches_of(alone) for name in batch.sample_ids]
+    first = [name for rank in given[0] for batch in rank for name in batch[0]]
+    assert sorted(names + first) == sorted(row["id"] for row in rows)
+    for loader in (*ranks, *again, *alone):
+        loader.close()
+
+
+def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
+    broken = folder / "images" / "broken.jpg"
+    broken.write_bytes(b"no image")
+    bad = [
+        record(900, ["images/broken.jpg"]),
+        record(901, ["images/missing.jpg"]),
+        {"id": "s902", "text_only": "no known key"},
+        record(903, answer="word " * 2000),
+        "no object",
+    ]
+    (loader,) = open_ranks(rows + bad, 1, folder, max_rejected=0.2)
+    names = [name for batch in batches_of([loader]) for name in batch.sample_ids]
+    assert sorted(names) == sorted(row["id"] for row in rows)
+    reasons = {each.index - len(rows): each.reason for each in loader.rejected}
+    assert reasons == {
+        0: "corrupt_image",
+        1: "missing_image",
+        2: "no_conversation",
+        3: "longer_than_max_seq_len",
+        4: "not_an_object",
+    }
+    report = loader.report()
+    assert report["rejected"] == dict.fromkeys(reasons.values(), 1)
+    assert report["measured"] == len(rows) + 5
+    loader.close()
+    (loader,) = open_ranks(rows + bad * 5, 1, folder)
+    with pytest.raises(DataError, match=r"samples cannot be used, more than max_rejected=0\.05"):
+        batches_of([loader])
+    loader.close()
+
+
+class Failing(list):
+    """A dataset that raises for one record."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError("disk error")
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_raises_or_changes(rows, folder):
+    (loader,) = open_ranks(Failing(rows), 1, folder)
+    assert len({name for b in batches_of([loader]) for name in b.sample_ids}) == len(rows) - 1
+    (rejected,) = loader.rejected
+    assert (rejected.index, rejected.reason) == (3, "unreadable_record")
+    assert rejected.detail == "OSError: disk error"
+    loader.close()
+    calls = []
+
+    def growing(row):
+        calls.append(row)
+        turns = [*row["conversations"][:-1], {"from": "gpt", "value": "word " * len(calls)}]
+        return row | {"conversations": turns}
+
+    texts = [row for row in rows if "image" not in row]
+    (loader,) = open_ranks(texts, 1, folder, transform=growing, on_error="raise", window=10)
+    loader._reader._kept_bytes = 0
+    with pytest.raises(DataError, match="another record each time"):
+        batches_of([loader])
+    loader.close()
+
+
+def test_caps_are_chosen_and_said_why(rows, folder):
+    (loader,) = open_ranks(rows, 1, folder, max_tokens=None, max_vision=None)
+    assert loader.limits is None
+    assert loader.explained == []
+    next(iter(loader))
+    assert loader.limits is not None
+    assert "tokens" in loader.explained[0]
+    assert loader.report()["limits"]["max_seq_len"] == loader.limits.max_seq_len
+    state = loader.state_dict()
+    loader.close()
+    (again,) = open_ranks(rows, 1, folder, max_tokens=None, max_vision=None, state=state)
+    batches_of([again])
+    assert again.limits == loader.limits
+    again.close()
+
+
+def test_lengths_are_kept_for_later_runs(rows, folder, tmp_path):
+    (first,) = open_ranks(rows, 1, folder, lengths_cache=tmp_path)
+    expected = [content(step) for step in first]
+    first.close()
+    (again,) = open_ranks(rows, 1, folder, lengths_cache=tmp_path)
+    assert again.report()["measured"] == len(rows)
+    assert [content(step) for step in again] == expected
+    assert again.report()["sources"] == first.report()["sources"]
+    again.close()
+    (other,) = open_ranks(rows[1:], 1, folder, lengths_cache=tmp_path)
+    assert other.report()["measured"] == 0
+    other.close()
+
+
+def test_epochs_and_data_loader(rows, folder):
+    (loader,) = open_ranks(rows, 1, folder, epochs=2)
+    assert sum(batch.num_samples for step in loader for batch in step) == 2 * len(rows)
+    assert list(loader) == []
+    loader.close()
+    (loader,) = open_ranks(rows, 1, folder)
+    steps = iter(torch.utils.data.DataLoader(StepDataset(loader), batch_size=None))
+    seen = sum(next(steps).micro_batches[0].num_samples for _ in range(3))
+    assert seen
+    loader.close()
+
+
+def test_wrong_use_is_one_line(rows, folder):
+    cases = {
+        "split needs a build": {"split": "train"},
+        "no option windo; did you mean": {"windo": 3},
+        "window is 0": {"window": 0},
+        "max_rejected is 2": {"max_rejected": 2.0},
+        "max_tokens is '4k'": {"max_tokens": "4k"},
+        "give the tokenizer": {"model": "qwen2_vl"},
+    }
+    for message, options in cases.items():
+        with pytest.raises(ConfigError, match=message) as caught:
+            BalancedLoader(rows, **OPTIONS | options)
+        assert "\n" not in str(caught.value)
+    for dataset in ({"a": 1}, "text", iter(rows), []):
+        with pytest.raises(ConfigError, match="dataset"):
+            BalancedLoader(dataset, **OPTIONS)
+    (loader,) = open_ranks(rows, 1, folder)
+    with pytest.raises(ConfigError, match="num_workers=0"):
+        pickle.dumps(loader)
+    with pytest.raises(ConfigError, match="no items"):
+        loader[0]
+    loader.close()
+    with pytest.raises(ConfigError, match="closed"):
+        next(iter(loader))
+
+
+def test_a_picture_that_breaks_after_it_was_measured(folder):
+    rows = [record(number, [f"late/{number}.png"]) for number in range(12)]
+    (folder / "late").mkdir(exist_ok=True)
+    for number in range(12):
+        file = BytesIO()
+        Pictures.new("RGB", (40, 30), (number, 0, 0)).save(file, "PNG")
+        (folder / f"late/{number}.png").write_bytes(file.getvalue())
+    (loader,) = open_ranks(rows, 1, folder, max_rejected=0.5, workers=0, max_tokens=200)
+    steps = iter(loader)
+    names = [name for batch in next(steps) for name in batch.sample_ids]
+    kept = next(number for number in range(12) if f"s{number}" not in names)
+    (folder / f"late/{kept}.png").write_bytes(b"other bytes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names += [name for step in steps for batch in step for name in batch.sample_ids]
+    assert sorted(names) == sorted(f"s{number}" for number in range(12) if number != kept)
+    assert [each.index for each in loader.rejected] == [kept]
+    loader.close()

@@ -1,0 +1,126 @@
+"""Ranks without a build: each measures its share, and loss and gradients are those of one rank."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from tiny_vlm import TinyVLM, accumulate
+
+from balance.errors import ConfigError, DataError
+from loaders import BalancedLoader
+from loaders.ranks import RankMissing
+from support.builds.raw_data import record
+from support.loading.online_data import OPTIONS, open_ranks, records
+from support.ranks import run_ranks
+
+STEPS = 2
+
+
+def train(ranks, reduce=lambda tensor: tensor):
+    """Samples, loss and gradients of each of some steps, summed over the ranks in this process."""
+    loader = ranks[0]
+    torch.manual_seed(0)
+    model = TinyVLM(loader.vocab_size, loader.image_token_id, width=16, vit_width=16, depth=1)
+    model = model.double()
+    made = []
+    for _, *step in zip(range(STEPS), *ranks, strict=False):
+        model.zero_grad()
+        batches = [batch for own in step for batch in own]
+        loss = accumulate(model, batches)
+        parts = [torch.tensor([loss], dtype=torch.float64)]
+        parts += [parameter.grad.flatten() for parameter in model.parameters()]
+        names = sorted(name for batch in batches for name in batch.sample_ids)
+        made.append((names, reduce(torch.cat(parts))))
+    for loader in ranks:
+        loader.close()
+    return made
+
+
+def test_loss_and_gradients_do_not_depend_on_the_ranks(tmp_path):
+    rows = records(tmp_path, 60)
+    options = {"max_tokens": 400, "max_vision": 8, "pixel_dtype": torch.float64}
+    alone = train(open_ranks(rows, 1, tmp_path, micro_batches_per_step=4, **options))
+    assert len(alone) == STEPS
+    for world in (2, 4):
+        ranks = open_ranks(rows, world, tmp_path, micro_batches_per_step=4 // world, **options)
+        for (names, expected), (own, found) in zip(alone, train(ranks), strict=True):
+            assert own == names
+            assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def measure_together(said, folder, rows):
+    """On two ranks: what each measured itself, and the loss and gradients of their steps."""
+    counted = []
+
+    def count(row):
+        counted.append(row["id"])
+        return row
+
+    loader = BalancedLoader(
+        rows,
+        **OPTIONS | {"max_tokens": 400, "max_vision": 8, "window": 60},
+        data_root=str(folder),
+        micro_batches_per_step=2,
+        pixel_dtype=torch.float64,
+        transform=count,
+        workers=0,
+    )
+
+    def reduce(tensor):
+        dist.all_reduce(tensor)
+        return tensor
+
+    loader.check_ranks()  # plans the first window
+    said["measured"] = sorted(counted)
+    made = train([loader], reduce)
+    said["names"], said["sums"] = [names for names, _ in made], [t.tolist() for _, t in made]
+
+
+def test_two_ranks_measure_half_each(tmp_path):
+    rows = records(tmp_path, 60)
+    options = {"max_tokens": 400, "max_vision": 8, "pixel_dtype": torch.float64, "window": 60}
+    expected = train(open_ranks(rows, 1, tmp_path, micro_batches_per_step=4, **options))
+    first, second = run_ranks(tmp_path, 2, measure_together, tmp_path, rows)
+    assert sorted(first["measured"] + second["measured"]) == sorted(row["id"] for row in rows)
+    assert abs(len(first["measured"]) - len(second["measured"])) <= 1
+    assert first["sums"] == second["sums"]
+    for step, (names, sums) in enumerate(expected):
+        assert sorted(first["names"][step] + second["names"][step]) == names
+        difference = (torch.tensor(first["sums"][step], dtype=torch.float64) - sums).abs().max()
+        assert difference < 1e-6 * sums.abs().max()
+
+
+def go_wrong(said, folder):
+    """On two ranks: what one of them cannot do is said on both, and soon."""
+    rank = dist.get_rank()
+    rows = [record(number, answer="word " * 9) for number in range(60)]
+
+    def fails(samples):
+        raise RuntimeError("the disk of rank 1 is gone")
+
+    cases = {
+        "seed": {"seed": rank},
+        "dataset": {"window": 30 + rank},
+        "measuring": {},
+        "rejected": {"transform": lambda row: row if row["id"] > "s3" else {}},
+    }
+    begun = time.monotonic()
+    for name, options in cases.items():
+        try:
+            loader = BalancedLoader(rows, **OPTIONS | options, rank_timeout_s=20.0)
+            if name == "measuring" and rank == 1:
+                loader._lengths._measure = fails
+            said[name] = sum(1 for _ in loader)
+        except (ConfigError, DataError, RankMissing) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    said["seconds"] = time.monotonic() - begun
+
+
+def test_what_one_rank_cannot_do_is_said_on_both(tmp_path):
+    for said in run_ranks(tmp_path, 2, go_wrong, tmp_path):
+        assert said["seed"].startswith("ConfigError: ranks disagree: seed is 0 on rank 0, 1 on")
+        assert said["dataset"].startswith("ConfigError: ranks disagree: dataset")
+        assert said["measuring"].startswith("DataError: one rank failed")
+        assert "the disk of rank 1 is gone" in said["measuring"]
+        assert "samples cannot be used, more than max_rejected" in said["rejected"]
+        assert said["seconds"] < 15

@@ -1,0 +1,213 @@
+"""Windows of a random order: every sample once per epoch, whatever the ranks and the stops."""
+
+import json
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from balance.errors import ConfigError, DataError
+from balance.grouping.window import group_window
+from balance.presets import load_model
+from balance.types import COUNT_COLUMNS, Limits
+from loaders.plan.steps import StepConfig, Steps
+from loaders.plan.windows import WindowGroups, WindowSettings
+
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
+LIMITS = Limits(max_seq_len=1000, max_vision=8, min_seq_len=1000, min_vision=8)
+
+
+class Lengths:
+    """Drawn lengths, known once they are measured; some samples cannot be used."""
+
+    def __init__(self, count, seed, bad=0.0):
+        rng = np.random.default_rng(seed)
+        self.values = {name: np.zeros(count, np.int64) for name in COUNT_COLUMNS}
+        self.values["num_image_patches"] = rng.integers(0, 5, count)
+        self.values["num_vit_tokens"] = self.values["num_image_patches"] * 4
+        self.values["num_image_tokens"] = self.values["num_image_patches"] * 10
+        self.values["num_text_tokens"] = rng.integers(5, 400, count)
+        self.values["num_loss_tokens"] = self.values["num_text_tokens"] // 2
+        self.usable = rng.random(count) >= bad
+        self.known = np.zeros(count, bool)
+
+    def __len__(self):
+        return len(self.known)
+
+    def measure(self, samples, is_cancelled):
+        self.known[samples] = True
+        return self.usable[samples]
+
+    def column(self, name, samples):
+        assert self.known[samples].all()
+        return self.values[name][samples]
+
+    def choose_limits(self, samples):
+        return LIMITS
+
+    def within(self, samples, limits):
+        return samples
+
+
+def make_ranks(lengths, world, micro_batches, *, window, seed=0, state=None, **changes):
+    ranks = []
+    for rank in range(world):
+        settings = WindowSettings(
+            window=window,
+            first_window=min(window, changes.get("first_window", window)),
+            seed=seed,
+            balance=0.5,
+            step_groups=world * micro_batches,
+            loss_weights="token",
+        )
+        build = SimpleNamespace(manifest=SimpleNamespace(model=load_model("tiny")))
+        source = WindowGroups(build, lengths(), settings, {"dataset": "drawn", "window": window})
+        config = StepConfig(
+            dp_rank=rank,
+            dp_world_size=world,
+            micro_batches=micro_batches,
+            seed=seed,
+            remainder=changes.get("remainder", "pad"),
+            balance=0.5,
+        )
+        ranks.append(Steps(source, config))
+        if state is not None:
+            ranks[-1].load(state)
+    return ranks
+
+
+def take_step(ranks):
+    """The next step's plans of all ranks, and the state after it; None at the epoch's end."""
+    if not all(ranks[0].remaining == each.remaining for each in ranks):
+        raise AssertionError("ranks have different numbers of steps")
+    if not ranks[0].remaining:
+        return None
+    plans = [each.copy().plan(1)[0] for each in ranks]
+    for each, plan in zip(ranks, plans, strict=True):
+        each.move_past(plan)
+    (state,) = {json.dumps(each.state(), sort_keys=True) for each in ranks}
+    return plans, json.loads(state)
+
+
+def samples_of(plans):
+    return [part.group for plan in plans for batch in plan.micro_batches for part in batch]
+
+
+def test_elastic_runs():
+    for draw in range(DRAWS):
+        rng = np.random.default_rng(draw)
+        count, window = int(rng.integers(1, 400)), int(rng.choice([7, 30, 64, 500]))
+        first, bad = int(rng.choice([5, window])), float(rng.choice([0, 0.2]))
+        lengths = partial(Lengths, count, draw, bad)
+        usable = np.flatnonzero(lengths().usable).tolist()
+        if not usable:
+            continue
+
+        def ranks(state=None, *, lengths=lengths, window=window, first=first, rng=rng):
+            world, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+            return make_ranks(
+                lengths, world, micro_batches, window=window, first_window=first, state=state
+            )
+
+        state, running, per_group = None, ranks(), set()
+        for epoch in range(2):
+            seen, running, state = elastic_epoch(ranks, running, state, rng, per_group)
+            assert sorted(seen) == usable, f"draw {draw}, epoch {epoch}"
+            assert [each.finish_epoch() for each in running] == [0] * len(running)
+            state = running[0].state()
+            assert state["epoch"] == epoch + 1
+        assert len(per_group) == 1, draw  # a label counts the same in all steps, on any ranks
+
+
+def elastic_epoch(ranks, running, state, rng, per_group):
+    """The samples of an epoch, in which runs stop and continue on other ranks."""
+    seen = []
+    while True:
+        if state is not None and rng.random() < 0.2:
+            running = ranks(state)
+        taken = take_step(running)
+        if taken is None:
+            return seen, running, state
+        plans, state = taken
+        seen += samples_of(plans)
+        (total,) = {plan.totals for plan in plans}
+        assert total.num_samples == len(samples_of(plans))
+        config = running[0]._config
+        per_group.add(total.loss_normalizer / config.dp_world_size / config.micro_batches)
+
+
+def test_a_resumed_run_gives_the_same_steps():
+    ranks = make_ranks(lambda: Lengths(200, 1), 2, 2, window=40)
+    steps = []
+    while (taken := take_step(ranks)) is not None:
+        steps.append((samples_of(taken[0]), taken[0][0].totals, taken[1]))
+    assert len(steps) > 4
+    for stop in range(len(steps) - 1):
+        again = make_ranks(lambda: Lengths(200, 1), 2, 2, window=40, state=steps[stop][2])
+        for expected in steps[stop + 1 :]:
+            plans, state = take_step(again)
+            assert (samples_of(plans), plans[0].totals, state) == expected, stop
+
+
+def test_length_is_exact_when_all_is_planned():
+    ranks = make_ranks(lambda: Lengths(400, 2), 2, 1, window=50)
+    first = take_step(ranks)
+    assert first is not None
+    estimate, steps = len(ranks[0]), 1
+    while take_step(ranks) is not None:
+        steps += 1
+    assert len(ranks[0]) == steps
+    assert abs(estimate - steps) <= 0.2 * steps
+
+
+def test_drop_leaves_out_what_makes_no_step():
+    ranks = make_ranks(lambda: Lengths(90, 3), 4, 2, window=30, remainder="drop")
+    seen = []
+    while (taken := take_step(ranks)) is not None:
+        assert all(len(batch) for plan in taken[0] for batch in plan.micro_batches)
+        seen += samples_of(taken[0])
+    dropped = {each.finish_epoch() for each in ranks}
+    assert dropped == {90 - len(seen)}
+    assert 0 < len(seen) < 90
+
+
+def test_emptiest_groups_wait():
+    lengths = Lengths(2000, 4)
+    everything = np.arange(2000)
+    lengths.measure(everything, bool)
+    vision = lengths.column("num_image_patches", everything)
+    tokens = lengths.column("num_text_tokens", everything) + 10 * vision
+    groups, waiting = group_window(vision, tokens, LIMITS, seed=0, is_last=False)
+    assert 0 < len(waiting) < 0.06 * 2000
+    assert sorted([*groups.samples.tolist(), *waiting.tolist()]) == everything.tolist()
+    assert groups.sum(tokens).max() <= LIMITS.max_seq_len
+    assert groups.sum(vision).max() <= LIMITS.max_vision
+    # alike: no order is needed to balance them
+    assert groups.sum(vision).std() / groups.sum(vision).mean() < 0.05
+    last, none = group_window(vision, tokens, LIMITS, seed=0)
+    assert len(none) == 0
+    assert len(last.samples) == 2000
+
+
+def test_errors_in_one_line():
+    ranks = make_ranks(lambda: Lengths(30, 5), 1, 1, window=10)
+    state = take_step(ranks)[1]
+    for change in (
+        {"consumed": 31},
+        {"consumed": 1},
+        {"given": -1},
+        {"waiting": [[99]]},
+        {"waiting": 3},
+        {"carried": ["x"]},
+    ):
+        with pytest.raises(ConfigError, match="another stream"):
+            ranks[0].load({**state, "stream": {**state["stream"], **change}})
+    with pytest.raises(ConfigError, match="window"):
+        ranks[0].load({**state, "window": 11})
+    with pytest.raises(ConfigError, match="StreamingLoader"):
+        ranks[0].load({key: value for key, value in state.items() if key != "dataset"})
+    (broken,) = make_ranks(lambda: Lengths(30, 5, bad=1.1), 1, 1, window=10)
+    with pytest.raises(DataError, match="none of the 30 samples"):
+        take_step([broken])
