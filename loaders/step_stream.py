@@ -1,4 +1,4 @@
-"""`StepStream`: what all loaders share: iterating, position, states, epochs and closing.
+"""`StepStream`: iterating, positions and epochs, which all loaders share.
 
 A loader opens its data and leaves here what it needs: `_steps`, a reader, a builder and a meter.
 """

@@ -1,4 +1,4 @@
-"""Groups of a window of samples, as part of a longer stream: the emptiest groups wait.
+"""Groups of a window of a stream of samples: the emptiest groups wait.
 
 For loaders that pack while they train. A window of a random order is grouped by itself; what does
 not fill groups joins the next window, so that a small window packs as tightly as a large one. Pure.

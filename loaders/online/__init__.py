@@ -1,1 +1,1 @@
-"""Loading without a build: datasets are measured, packed and balanced while training runs."""
+"""Loading without a build: datasets are measured and packed while training runs."""

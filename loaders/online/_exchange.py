@@ -1,4 +1,4 @@
-"""What each rank has measured, brought to all ranks through torch.distributed's store.
+"""What each rank has measured, told to all through torch.distributed's store.
 
 Not by a collective: that needs a device or a group of its own, must come in the same order on all
 ranks, and would wait in a thread that nothing can end. Keys name what is exchanged, so ranks that

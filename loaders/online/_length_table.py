@@ -1,4 +1,4 @@
-"""A row of counts per sample, in memory and, if asked for, in a file for later runs."""
+"""A row of counts per sample, in memory and in a file for later runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The packer's counting, for loading without a build: the one place where `loaders` uses `packer`.
+"""The packer's counting: the one place where `loaders` uses `packer`.
 
-Records are counted and tokenised by the packer's own code, so samples are those of a build.
+For loading without a build: records are counted and tokenised by the packer's own code, so samples
+are those of a build.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the samples of a dataset cost: measured once, each rank its share, known to all.
+"""What samples cost: measured once, each rank its share, known to all.
 
 The next window is measured in a thread while training runs. Lengths stay in memory, 32 bytes per
 sample, or in a file that later runs use too.

@@ -1,4 +1,4 @@
-"""`RecordReader`: reads the samples of a micro-batch from the dataset as one `StoredGroup`.
+"""`RecordReader`: reads samples of a dataset as one `StoredGroup`.
 
 What this rank measured itself is kept, as far as memory allows; other records are read and counted
 again, so only the rank that trains on a sample reads its files.

@@ -1,4 +1,4 @@
-"""`WindowOrder`: position in the groups of windows that are planned while training runs."""
+"""`WindowOrder`: position in groups that are planned while training runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of windows of a random order, planned while training runs: `WindowGroups`.
+"""Groups of windows, planned while training runs: `WindowGroups`.
 
 For `loaders.plan.steps`. The samples of an epoch come in random order, a window of them at a time.
 A window is measured, grouped by itself, and its groups join those that wait; the next window is

@@ -38,7 +38,7 @@ def train(ranks, reduce=lambda tensor: tensor):
 
 def test_loss_and_gradients_do_not_depend_on_the_ranks(tmp_path):
     rows = records(tmp_path, 60)
-    options = {"max_tokens": 400, "max_vision": 8, "pixel_dtype": torch.float64}
+    options = {"max_tokens": 400, "max_vision": 12, "pixel_dtype": torch.float64}
     alone = train(open_ranks(rows, 1, tmp_path, micro_batches_per_step=4, **options))
     assert len(alone) == STEPS
     for world in (2, 4):
@@ -58,7 +58,7 @@ def measure_together(said, folder, rows):
 
     loader = BalancedLoader(
         rows,
-        **OPTIONS | {"max_tokens": 400, "max_vision": 8, "window": 60},
+        **OPTIONS | {"max_tokens": 400, "max_vision": 12, "window": 60},
         data_root=str(folder),
         micro_batches_per_step=2,
         pixel_dtype=torch.float64,
@@ -78,7 +78,7 @@ def measure_together(said, folder, rows):
 
 def test_two_ranks_measure_half_each(tmp_path):
     rows = records(tmp_path, 60)
-    options = {"max_tokens": 400, "max_vision": 8, "pixel_dtype": torch.float64, "window": 60}
+    options = {"max_tokens": 400, "max_vision": 12, "pixel_dtype": torch.float64, "window": 60}
     expected = train(open_ranks(rows, 1, tmp_path, micro_batches_per_step=4, **options))
     first, second = run_ranks(tmp_path, 2, measure_together, tmp_path, rows)
     assert sorted(first["measured"] + second["measured"]) == sorted(row["id"] for row in rows)
