@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,60 +11,19 @@ from balance.errors import ConfigError
 from balance.model_folder.find_model import find_model
 from balance.presets import load_model, model_from_dict, model_to_dict
 from support.cases import for_each
-from support.models.saved_folders import save_folder
-
-IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-HUB: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", {}),
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2VLVideoProcessor", {"fps": 2}),
-    "qwen3_vl": (
-        "qwen3_vl",
-        "Qwen3VLVideoProcessor",
-        {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "do_sample_frames": True},
-    ),
-    "glm4v": ("glm4v", "Glm4vVideoProcessor", {"num_frames": 16}),
-    "internvl": ("internvl3", "InternVLVideoProcessor", {"size": {"height": 448, "width": 448}}),
-    "llava_onevision": ("llava_onevision", "LlavaOnevisionVideoProcessor", {}),
-    "smolvlm": (
-        "smolvlm2",
-        "SmolVLMVideoProcessor",
-        {
-            "max_image_size": {"longest_edge": 512},
-            "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 512}},
-        },
-    ),
-}
-"""Family -> preset, class and settings as in the family's repository."""
-
-
-def folder_of(name: str, place: Path, changes: dict[str, Any]) -> str:
-    """A family's folder with a `video_preprocessor_config.json`; ... removes a setting."""
-    folder = place / name
-    save_folder(name, folder, old=True)
-    images = json.loads((folder / "preprocessor_config.json").read_text())
-    colours = {key: images[key] for key in ("image_mean", "image_std")}
-    _, kind, settings = HUB[name]
-    values = {"video_processor_type": kind, **colours, **settings, **changes}
-    values = {key: value for key, value in values.items() if value is not ...}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(values))
-    processor = folder / "processor_config.json"
-    plain = json.loads(processor.read_text())
-    plain.pop("video_processor", None)
-    processor.write_text(json.dumps(plain))
-    return str(folder)
+from support.models.saved_videos import HUB, save_video_folder
 
 
 @for_each("name", HUB)
 def test_a_folder_has_the_videos_of_its_preset(name: str, tmp_path: Path) -> None:
-    model, preset = find_model(folder_of(name, tmp_path, {})), load_model(HUB[name][0])
+    model, preset = find_model(save_video_folder(name, tmp_path, {})), load_model(HUB[name][0])
     assert model.video == preset.video
     assert model.video_markup == preset.video_markup
     assert model_from_dict(model_to_dict(model)) == model
 
 
 def test_settings_are_found_where_transformers_finds_them(tmp_path: Path) -> None:
-    folder = Path(folder_of("qwen2_5_vl", tmp_path, {"fps": 3}))
+    folder = Path(save_video_folder("qwen2_5_vl", tmp_path, {"fps": 3}))
     found = find_model(str(folder)).video
     assert found.frames_per_second == 3  # type: ignore[union-attr]
     processor = folder / "processor_config.json"
@@ -90,12 +48,12 @@ def test_videos_that_are_not_supported_leave_the_model_without(tmp_path: Path) -
             ("smolvlm", {"max_image_size": {"longest_edge": 364}}),
         )
     ):
-        model = find_model(folder_of(name, tmp_path / str(number), changes))
+        model = find_model(save_video_folder(name, tmp_path / str(number), changes))
         assert (model.video, model.video_markup) == (None, None)
 
 
 def test_a_cap_of_the_whole_video_is_known(tmp_path: Path) -> None:
-    model = find_model(folder_of("qwen3_vl", tmp_path, {"cap_pixels_per_frame": True}))
+    model = find_model(save_video_folder("qwen3_vl", tmp_path, {"cap_pixels_per_frame": True}))
     assert model.video.max_video_tokens == 768  # type: ignore[union-attr]
 
 
@@ -113,5 +71,5 @@ def test_settings_that_change_videos_and_are_not_known_are_errors(tmp_path: Path
         )
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            find_model(folder_of(name, tmp_path / str(number), changes))
+            find_model(save_video_folder(name, tmp_path / str(number), changes))
         assert "video_preprocessor_config.json" in str(caught.value)

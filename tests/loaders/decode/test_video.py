@@ -19,17 +19,16 @@ from PIL import Image
 
 from balance.errors import ConfigError, DataError
 from balance.media.frame_archive import pack_frames
-from balance.media.video_rules import NativeVideoRule
 from balance.media.video_tokens import VideoFacts, VideoRejected, plan_video
 from balance.presets import load_model
 from loaders.decode import video as video_module
 from loaders.decode.pixels import empty_patches, normalize, num_rows, patch_memory, write_frames
 from loaders.decode.video import decode_frames
 from support.cases import for_each
-from support.oracles.video_processors import taken
 
 pytest.importorskip("av")
 from support.clips import CODECS, Clip, make_clip
+from support.oracles.video_pixels import by_pillow, by_torch, expected_rows
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "6"))
 TOLERANCE = 1e-6
@@ -151,46 +150,15 @@ def cut(name: str, clip: Clip, *, exact: bool) -> tuple[Any, torch.Tensor]:
     return plan, patches
 
 
-def by_torch(frames: torch.Tensor, size: tuple[int, int], resample: str) -> torch.Tensor:
-    """What torchvision calls for uint8 tensors."""
-    interpolate = torch.nn.functional.interpolate
-    return interpolate(frames, size[::-1], mode=resample, antialias=True)
-
-
-def by_pillow(frames: torch.Tensor, size: tuple[int, int], resample: str) -> torch.Tensor:
-    images = (Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames)
-    arrays = [np.array(image.resize(size, Image.Resampling[resample.upper()])) for image in images]
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
-
-
-def expected_rows(name: str, clip: Clip, plan: Any, resize: Any) -> torch.Tensor:
-    """Rows by a resize, torchvision's normalisation, and transformers' `patchify`."""
-    preset = load_model(name)
-    every, rule = clip.decoded(), preset.video
-    assert rule is not None
-    frames = torch.from_numpy(np.stack([every[index] for index in plan.frame_indices]))
-    frames = frames.permute(0, 3, 1, 2)
-    for step in plan.pictures[0].steps:
-        frames = resize(frames, (step.width, step.height), rule.resample)
-    colours = preset.vision.mean, preset.vision.std
-    mean, std = (torch.tensor(values).view(3, 1, 1) * 255 for values in colours)
-    values = (frames.float() - mean) / std
-    if not isinstance(rule, NativeVideoRule):
-        return values
-    patchify = taken("qwen2_vl", "patchify")
-    sizes = rule.vit_patch_size, rule.merge_size, rule.temporal_patch_size
-    rows: torch.Tensor = patchify(None, values[None], *sizes)[0][0]
-    return rows
-
-
 @for_each("name", ["qwen2_5_vl", "qwen3_vl", "internvl3", "llava_onevision", "smolvlm2"])
 def test_pixels_equal_torchvisions_and_exact_ones_pillows(name: str) -> None:
     """Of a clip with an odd number of frames."""
     clip = make_clip(9, (100, 76), rate=Fraction(3), seed=3)
-    rule = load_model(name).vision
+    preset = load_model(name)
+    rule = preset.vision
     for exact, resize in ((False, by_torch), (True, by_pillow)):
         plan, raw = cut(name, clip, exact=exact)
         ours = normalize(rule, raw).flatten(1)
-        expected = expected_rows(name, clip, plan, resize).flatten(1)
+        expected = expected_rows(preset.vision, preset.video, clip, plan, resize).flatten(1)
         assert ours.shape == expected.shape
         assert (ours - expected).abs().max() <= TOLERANCE
