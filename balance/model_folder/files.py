@@ -5,9 +5,11 @@ through it too. Downloads are huggingface_hub's (an extra): cached, and read fro
 """
 
 import json
+import logging
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -75,7 +77,8 @@ class FileSource:
             hint = "to fetch it from the Hub: pip install 'isobatch[hub]'"
             raise ConfigError(f"{missing}; {hint}") from None
         try:
-            return Path(hf_hub_download(self.where, name)).read_text("utf-8")
+            with quiet_hub():
+                return Path(hf_hub_download(self.where, name)).read_text("utf-8")
         except errors.LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
             if not required:
                 return None
@@ -85,6 +88,18 @@ class FileSource:
         except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
             problem = first_line(error)
         raise ConfigError(f"{missing}, and not from the Hub: {problem}; give a local folder")
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """No lines of the Hub's client about what it tries again: the error says what is wrong."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def parse_object(text: str | None, where: str) -> Json:

@@ -37,21 +37,30 @@ def read_tool_calls(item: Mapping[str, Any], role: str, text: Any, number: int) 
 
 
 def with_tools(turns: tuple[Turn, ...], tools: Any) -> tuple[Turn, ...]:
-    """Turns whose first one has the tools that the conversation may call."""
-    tools = _parsed(tools, "`tools`") if isinstance(tools, str) and tools.strip() else tools
-    if not tools:
+    """Turns whose first one has the tools that the conversation may call.
+
+    A column of this name that defines none, such as a list of hammers and saws, is another matter.
+    """
+    if isinstance(tools, str) and tools.lstrip().startswith(("[", "{")):
+        tools = _parsed(tools, "`tools`")
+    listed = tools if isinstance(tools, list) else [tools]
+    named = [_has_name(tool) for tool in listed]
+    if not any(named):
         return turns
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise SampleProblem("bad_turn", "`tools` is not a list of objects")
+    if not all(named) or not isinstance(tools, list):
+        raise SampleProblem("bad_turn", "`tools` is not a list of objects with names")
     more = json.loads(turns[0].more) if turns[0].more else {}
     return (replace(turns[0], more=_as_json(more | {"tools": tools})), *turns[1:])
 
 
 def _are_calls(calls: Any) -> bool:
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        return False
-    functions = [call.get("function", call) for call in calls]
-    return all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions)
+    return isinstance(calls, list) and all(map(_has_name, calls))
+
+
+def _has_name(tool: Any) -> bool:
+    """Whether it is an object with a name, its own or its function's."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _parsed(text: Any, what: str) -> Any:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
+from balance.model_folder.files import quiet_hub
 from balance.presets import DatasetPreset, load_dataset
 from packer.sources.base import Located, Source, incomplete
 from packer.sources.detect import locate, open_located
@@ -176,9 +177,10 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
             "fetching annotations needs huggingface_hub: pip install 'isobatch[hub]'"
         ) from None
     try:
-        hf_hub_download(
-            preset.hub_repo, preset.hub_file, repo_type="dataset", local_dir=target.parent
-        )
+        with quiet_hub():
+            hf_hub_download(
+                preset.hub_repo, preset.hub_file, repo_type="dataset", local_dir=target.parent
+            )
     # the Hub client raises some twenty types, network libraries' own among them
     except Exception as error:
         raise DataError(

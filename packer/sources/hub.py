@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from balance.errors import ConfigError, DataError, first_line
+from balance.model_folder.files import quiet_hub
 from packer.sources.base import Located
 from packer.sources.datasets_source import BuilderFiles, find_files, import_datasets
 
@@ -77,8 +78,10 @@ def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Locat
 
 def _find(hub: Any, dataset: HubId) -> BuilderFiles:
     try:
-        hub.repo_info(dataset.repo, repo_type="dataset")  # `datasets` would try for half a minute
-        return find_files(dataset.repo, dataset.config)
+        with quiet_hub():
+            # `datasets` would try for half a minute
+            hub.repo_info(dataset.repo, repo_type="dataset")
+            return find_files(dataset.repo, dataset.config)
     # the clients raise some twenty types, network libraries' own among them
     except Exception as error:
         if isinstance(error, ValueError) and "onfig" in str(error):  # and the list of those there

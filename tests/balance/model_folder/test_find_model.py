@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 from dataclasses import replace
@@ -234,7 +235,9 @@ def test_a_folder_that_is_no_models_says_what_is_missing(tmp_path: Path) -> None
         find_model("qwen9")
 
 
-def test_a_hub_id_is_fetched_file_by_file(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_hub_id_is_fetched_file_by_file(
+    tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     hub = pytest.importorskip("huggingface_hub")
     save_folder("qwen3_vl", tmp_path)
 
@@ -248,11 +251,15 @@ def test_a_hub_id_is_fetched_file_by_file(tmp_path: Path, monkeypatch: Any) -> N
     assert find_model("Qwen/Qwen3-VL-8B-Instruct") == find_model(str(tmp_path))
 
     def offline(repo_id: str, name: str) -> str:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
         raise hub.errors.LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(hub, "hf_hub_download", offline)
     with pytest.raises(ConfigError, match="the Hub cannot be reached and its cache here has no"):
         find_model("Qwen/Qwen3-VL-8B-Instruct")
+    assert "Retrying" not in caplog.text  # one line is enough
+    logging.getLogger("huggingface_hub.utils._http").warning("later")
+    assert "later" in caplog.text
 
 
 def test_every_family_has_a_folder_that_is_tested() -> None:

@@ -417,7 +417,7 @@ def test_a_failed_download_says_what_failed():
 
 def test_tools_that_are_not_json_are_named():
     for changes, detail in (
-        ({"tools": "a hammer"}, "`tools` is not JSON"),
+        ({"tools": '[{"name": "saw'}, "`tools` is not JSON"),
         (
             {"conversations": [ASK, {"from": "function_call", "value": "f("}, ANSWER]},
             "a tool call of turn 1 is not JSON",
@@ -425,6 +425,14 @@ def test_tools_that_are_not_json_are_named():
     ):
         rejected = parse({"conversations": [ASK, ANSWER], **changes})
         assert (rejected.reason, rejected.detail) == ("bad_turn", detail)
+
+
+def test_a_column_of_tools_that_defines_none_is_no_matter():
+    chat = {"conversations": [{"from": "human", "value": "What?"}, ANSWER]}
+    for tools in ("a saw", ["saw"], [5], 3, True, {"saw": 1}, '["saw"]', [{}], "\n"):
+        assert parse({**chat, "tools": tools}).turns == parse(chat).turns, tools
+    for wrong in ({"name": "saw"}, [{"name": "saw"}, 5], [{"function": {"name": "saw"}}, {}]):
+        assert parse({**chat, "tools": wrong}).reason == "bad_turn", wrong
 
 
 def test_urls_are_kept_as_names_and_refused_when_opened(tmp_path):
@@ -582,7 +590,7 @@ def test_calls_of_tools_and_their_answers_are_kept_for_the_template():
         {"messages": [ask, {**call, "tool_calls": [{"function": {}}]}]},
         {"messages": [ask, {**call, "tool_calls": "look_up"}]},
         {"messages": [ask, end], "tools": "{"},
-        {"messages": [ask, end], "tools": [5]},
+        {"messages": [ask, end], "tools": [*TOOLS, 5]},
         {"conversations": [shared[0], {"from": "function_call", "value": "no JSON"}]},
     ):
         assert parse(wrong).reason == "bad_turn", wrong
