@@ -34,7 +34,7 @@ class BuildConfig:
         ),
     ]
     data_root: Annotated[
-        str | None, Option("Folder or URI of the image paths. Default: the annotations' folder.")
+        str | None, Option("Folder or URI of the files' paths. Default: the annotations' folder.")
     ] = None
     model: Annotated[
         str,
@@ -133,9 +133,7 @@ class BuildConfig:
     max_rejected: Annotated[
         float, Option("Largest share of unusable samples to accept. Default: 0.05.", 0, 1)
     ] = 0.05
-    follow_links: Annotated[
-        bool, Option("Read images and audio files through links out of the data root.")
-    ] = False
+    follow_links: Annotated[bool, Option("Read files through links out of the data root.")] = False
     fetch_annotations: Annotated[
         bool, Option("Download a known dataset's annotations from the Hub.")
     ] = False

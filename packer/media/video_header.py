@@ -26,6 +26,8 @@ _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 """First bytes of a Matroska file, and of the element that holds all the rest."""
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp"}
 """Boxes that an MP4 or MOV file may begin with."""
+MOST_PIXELS = 2 * 1024**3 // 4 // 3
+"""Of a frame: as many as Pillow decodes of an image."""
 _HIDDEN = 2
 """AVINDEX_DISCARD_FRAME in the flags of an entry of FFmpeg's table."""
 _describing = threading.Lock()
@@ -112,6 +114,8 @@ def _import_av() -> Any:
 
 def _read(container: Any, stream: Any, num_bytes: int, *, decode: bool) -> VideoHeader:
     width, height = stream.codec_context.width, stream.codec_context.height
+    if width * height > MOST_PIXELS:
+        raise SampleProblem("too_many_pixels", f"frames of {width:,} x {height:,} pixels")
     rate = stream.average_rate or stream.guessed_rate
     if _is_turned(container, stream.index):
         width, height = height, width

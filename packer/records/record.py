@@ -56,7 +56,7 @@ REASONS: dict[str, str] = {
     "audio_format": "an audio file is of a kind that cannot be read here",
     "no_video": "the model preset takes no videos",
     "no_audio_encoder": "the model preset has no audio encoder",
-    "too_many_pixels": "an image is so large that decoding it is not safe",
+    "too_many_pixels": "an image or a frame is so large that decoding it is not safe",
     "empty_image": "an image has no pixels",
     "empty_video": "a video has no frames, or no pixels",
     "empty_audio": "an audio file has no sound in it",

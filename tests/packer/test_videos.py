@@ -4,14 +4,17 @@ and every bad one has its reason.
 `ISOBATCH_TEST_DRAWS=300` asks for 300 clips.
 """
 
+import io
 import json
 import os
 import re
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 from transformers.models.smolvlm import processing_smolvlm
 
@@ -19,7 +22,12 @@ from balance.media.image_tokens import plan_image
 from balance.media.video_rules._number_words import number_words
 from balance.media.video_tokens import VideoFacts, plan_video
 from balance.presets import load_model
-from support.builds.packed import build, read_samples
+from packer.demo.dataset import demo_tokenizer_path
+from packer.inspect.html import render_group
+from packer.inspect.terminal import print_group
+from packer.inspect.view import inspect_group
+from packer.verify import verify_build
+from support.builds.packed import build, quiet, read_samples
 from support.cases import for_each
 from support.clips import CODECS, make_clip
 from support.corpora import BYTE_LEVEL, TOKENIZERS
@@ -180,3 +188,55 @@ def test_ids_and_counts_equal_the_processors(raw, tmp_path, name, parts):
         marks = re.findall("<(image|video)>", row["conversations"][0]["value"])
         order = [mark == "video" for mark in (sorted(marks) if parts else marks)]
         assert [frame > 0 for frame in sample["image_frames"]] == order
+
+
+def test_inspect_shows_videos_and_verify_reads_them(tmp_path):
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    clips = [make_clip(12, (64, 48), rotation=90), make_clip(20, (40, 30), codec="vp9")]
+    raw.mkdir()
+    for name, clip in zip(("a.mp4", "b.webm"), clips, strict=True):
+        (raw / name).write_bytes(clip.content)
+    (raw / "still.png").write_bytes(picture(size=(50, 40)))
+    turns = [("human", "<video> <image> <video> what?"), ("gpt", "An answer.")]
+    row = {
+        "id": "s",
+        "conversations": [{"from": role, "value": text} for role, text in turns],
+        "video": ["a.mp4", "b.webm"],
+        "image": "still.png",
+    }
+    (raw / "a.jsonl").write_text(json.dumps(row))
+    options = {"model": "qwen2_5_vl", "max_seq_len": 100_000, "workers": 1, "format": "refs"}
+    build(raw, out, **options)
+    view = inspect_group(out, tokenizer=str(demo_tokenizer_path()))
+    (shown,) = view.to_json()["samples"]
+    assert [each.get("num_frames") for each in shown["images"]] == [12, None, 20]
+    assert [(each["width"], each["height"]) for each in shown["images"]] == [
+        (48, 64),
+        (50, 40),
+        (40, 30),
+    ]
+    assert not any(each["problem"] for each in shown["images"])
+    pieces = [each for each in shown["pieces"] if "file" in each]
+    assert [(each["kind"], each["file"]) for each in pieces] == [
+        ("video", 0),
+        ("image", 1),
+        ("video", 2),
+    ]
+    tokens = [each["num_tokens"] for each in shown["images"]]
+    assert [each["num_tokens"] for each in pieces] == tokens
+    text = io.StringIO()
+    print_group(view, Console(file=text, width=200))
+    rate = clips[0].facts.frames_per_second
+    assert f"video 1: 48 x 64, 12 frames at {rate:.5g} per second" in text.getvalue()
+    assert render_group(view).count("data:image/jpeg") == 3
+
+    verify = partial(verify_build, out, quiet(), workers=1, media=True)
+    assert not verify().problems
+    (raw / "a.mp4").write_bytes(clips[0].content[:-100])
+    (raw / "b.webm").write_bytes(make_clip(19, (40, 30), codec="vp9").content)
+    cut, shorter = sorted(verify().problems)
+    assert "sample 's': b.webm: 19 frames of 40 x 30 pixels" in cut + shorter
+    assert "20 frames of 40 x 30 pixels" in cut + shorter
+    assert "corrupt_video: a.mp4: cut short" in cut + shorter
+    (broken, *_) = inspect_group(out, 0).to_json()["samples"][0]["images"]
+    assert broken["problem"]

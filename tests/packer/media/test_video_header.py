@@ -47,6 +47,13 @@ def reason_of(content, **options):
     return caught.value.reason
 
 
+def claiming(avi, side):
+    """An AVI file with another size in its header of the stream (BITMAPINFOHEADER)."""
+    place = avi.index(b"strf") + 8
+    size = side.to_bytes(4, "little")
+    return avi[: place + 4] + size + size + avi[place + 12 :]
+
+
 def test_headers_equal_what_decoding_and_transformers_find():
     rng = np.random.default_rng(0)
     for seed in range(DRAWS):
@@ -116,6 +123,8 @@ def test_what_is_no_video_has_a_reason(capfd):
     assert reason_of(audio_only()) == "no_video_stream"
     assert reason_of(encoded(0, container="avi")) == "empty_video"
     assert reason_of(encoded(0)) in {"no_video_stream", "corrupt_video"}
+    plain = encoded(2, container="avi", codec="rawvideo")
+    assert reason_of(claiming(plain, 30_000)) == ("too_many_pixels")
     damaged = bytearray(encoded(20))
     place = damaged.index(b"mdat") + 2000
     damaged[place : place + 1500] = noise[:1500]
