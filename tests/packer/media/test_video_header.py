@@ -124,7 +124,7 @@ def test_what_is_no_video_has_a_reason(capfd):
     assert reason_of(encoded(0, container="avi")) == "empty_video"
     assert reason_of(encoded(0)) in {"no_video_stream", "corrupt_video"}
     plain = encoded(2, container="avi", codec="rawvideo")
-    assert reason_of(claiming(plain, 30_000)) == ("too_many_pixels")
+    assert reason_of(claiming(plain, 16_000)) == ("too_many_pixels")
     damaged = bytearray(encoded(20))
     place = damaged.index(b"mdat") + 2000
     damaged[place : place + 1500] = noise[:1500]
