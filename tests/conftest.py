@@ -47,6 +47,14 @@ def pytest_configure(config):
         os.environ["ISOBATCH_TEST_CORPORA"] = str(Path(config.getoption("--corpora")).resolve())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Fork pytest-xdist's workers from this process."""
+    from support import forked_workers  # noqa: PLC0415
+
+    forked_workers.start(config, len(specs))
+
+
 def pytest_collection_modifyitems(items):
     """Ray's tests first: at the end, one worker would be left alone with them for minutes."""
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)

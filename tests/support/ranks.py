@@ -6,6 +6,8 @@ most tests. The process that is forked runs nothing else: no lock can be held by
 children do not have.
 """
 
+import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -13,8 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, reduction, resource_tracker, util
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,55 @@ PRELOADED = (
 
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
+
+
+def preload():
+    """Import what ranks do, for `fork_server`."""
+    for name in PRELOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def fork_server(leaving=()):
+    """Fork the process that ranks are forked from, instead of starting it: from a process without
+    threads that has imported what they do. It closes the files `leaving`.
+    """
+
+    def forked(path, arguments, files):
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            faulthandler.cancel_dump_traceback_later()
+            # it ends when nobody has the other end of its pipe any more
+            for file in (*leaving, *_other_end(files[-1])):
+                os.close(file)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            exec(arguments[-1], {})
+        finally:
+            os._exit(1)
+
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", forked):
+        _start_server()
+
+
+def _other_end(file):
+    """Open files that are the same pipe."""
+    for other in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if other != file and os.path.samestat(os.fstat(other), os.fstat(file)):
+                yield other
+
+
+class _Errors:
+    """This process's stderr, for a rank: pytest's own file while a test runs."""
+
+    def __getstate__(self):
+        return reduction.DupFd(2)
+
+    def __setstate__(self, file):
+        os.dup2(file.detach(), 2)
 
 
 def _start_server():
@@ -71,7 +124,11 @@ def on_ranks(world_size, folder, work, *arguments):
 def spawn(work, args=(), nprocs=1):
     """As `torch.multiprocessing.spawn`, for code that starts its ranks with that."""
     _start_server()
-    mp.start_processes(work, args, nprocs=nprocs, start_method="forkserver")
+    mp.start_processes(_spawned, (_Errors(), work, args), nprocs, start_method="forkserver")
+
+
+def _spawned(rank, _errors, work, arguments):
+    work(rank, *arguments)
 
 
 def _work(rank, world_size, folder, work, arguments):
@@ -86,7 +143,9 @@ def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 9
     killed.
     """
     ranks = [
-        context.Process(target=_say, args=(str(folder), rank, world_size, work, arguments))
+        context.Process(
+            target=_say, args=(_Errors(), str(folder), rank, world_size, work, arguments)
+        )
         for rank in range(world_size)
     ]
     _join(_begun(ranks), most_s)
@@ -94,7 +153,7 @@ def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 9
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
-def _say(folder, rank, world_size, work, arguments):
+def _say(_errors, folder, rank, world_size, work, arguments):
     meet(folder, rank, world_size)
     said = {}
     work(said, *arguments)
