@@ -141,7 +141,7 @@ def even_out(
     places = np.arange(len(state.members)) - np.repeat(state.starts[:-1], np.diff(state.starts))
     taken = places < np.repeat(state.sizes, np.diff(state.starts))
     offsets = np.concatenate([[0], np.cumsum(state.sizes)])
-    return Groups(state.members[taken], offsets)
+    return Groups(state.members[taken].astype(groups.samples.dtype), offsets)
 
 
 def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -> EvenState:
@@ -161,7 +161,9 @@ def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -
     # a group's places: its samples, and room for more
     places = np.maximum(2 * sizes, 2 * (len(groups.samples) // num_groups) + 4)
     starts = np.concatenate([[0], np.cumsum(places)])
-    members = np.full(starts[-1], -1, groups.samples.dtype)
+    # one type whatever the caller's, unless there are too many: each has its own kernels compiled
+    kind = np.int32 if len(loads) <= np.iinfo(np.int32).max else np.int64
+    members = np.full(starts[-1], -1, kind)
     firsts = np.repeat(starts[:-1] - groups.offsets[:-1], sizes)
     members[firsts + np.arange(len(groups.samples))] = groups.samples
     return EvenState(members, starts, sizes, loads, sums - means, scale, near, most)

@@ -53,6 +53,8 @@ class RecomputeChooser:
     ) -> tuple[BoolArray, bool]:
         """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
         order, memory = self.orders[rank], self.memory_bytes
+        # strided ones would have every kernel compiled a second time
+        starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
         masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_least)
         return masks, bool(is_all)
 

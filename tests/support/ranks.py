@@ -131,6 +131,15 @@ def _spawned(rank, _errors, work, arguments):
     work(rank, *arguments)
 
 
+def process(work, *arguments):
+    """One that will run `work(*arguments)`, forked as ranks are; not started."""
+    return context.Process(target=_run, args=(_Errors(), work, arguments))
+
+
+def _run(_errors, work, arguments):
+    work(*arguments)
+
+
 def _work(rank, world_size, folder, work, arguments):
     meet(folder, rank, world_size)
     work(*arguments)
@@ -143,17 +152,14 @@ def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 9
     killed.
     """
     ranks = [
-        context.Process(
-            target=_say, args=(_Errors(), str(folder), rank, world_size, work, arguments)
-        )
-        for rank in range(world_size)
+        process(_say, str(folder), rank, world_size, work, arguments) for rank in range(world_size)
     ]
     _join(_begun(ranks), most_s)
     files = [folder / f"said{rank}" for rank in range(world_size)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
-def _say(_errors, folder, rank, world_size, work, arguments):
+def _say(folder, rank, world_size, work, arguments):
     meet(folder, rank, world_size)
     said = {}
     work(said, *arguments)
@@ -196,9 +202,7 @@ def start(world_size: int, folder: Path, script: Path | str, *arguments: object)
     folder.mkdir(parents=True, exist_ok=True)
     command = [str(script), *map(str, arguments)]
     ranks = [
-        context.Process(
-            target=_launched, args=(str(folder), command, told | {"RANK": rank, "LOCAL_RANK": rank})
-        )
+        process(_launched, str(folder), command, told | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in range(world_size)
     ]
     return _begun(ranks)

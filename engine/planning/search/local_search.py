@@ -117,8 +117,8 @@ class PartitionEvaluator(RecomputeChooser):
         for rank, indices, starts, ends in self._distinct(partitions):
             key = rank, *starts.tolist(), *ends.tolist()
             if key not in self._peaks:
-                order = self.orders[rank]
-                self._peaks[key] = int(peak_bytes(self.layers, order, starts, ends, self.frees))
+                order, stages = self.orders[rank], map(np.ascontiguousarray, (starts, ends))
+                self._peaks[key] = int(peak_bytes(self.layers, order, *stages, self.frees))
             peaks[indices] = np.maximum(peaks[indices], self._peaks[key])
         return peaks
 

@@ -5,8 +5,6 @@ but steps, and an error is one line of one rank.
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,14 +14,15 @@ from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_stat
 from engine.train import shutdown
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
-from support.ranks import context, kill_once, launch, start
+from support.ranks import kill_once, launch, process, start
 
 TERMINATED, MORE, DEADLINE_S = 143, 4, 60
 """MORE: steps after a resume that are compared."""
 STEPS = 20
 """Of the run that they are compared with, at least."""
 COMMAND = ("engine", "train")
-ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+"""Starts ranks of its own, each a new Python."""
 
 torch.set_num_threads(1)
 
@@ -127,21 +126,14 @@ def test_without_a_state_it_ends_after_the_step_and_says_that_nothing_is_saved(b
 @pytest.mark.slow
 def test_torchrun_passes_sigterm_on_and_the_run_resumes(build, whole, tmp_path):
     options = {"state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = map(str, given(build, tmp_path, "stopped", **options))
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, "-m", *COMMAND, *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
+    arguments = given(build, tmp_path, "stopped", **options)
+    (launcher,) = start(1, tmp_path, *TORCHRUN, *COMMAND, *arguments)
     try:
         wait_until(lambda: len(losses(tmp_path, "stopped")) > 2)
-        process.terminate()
-        _, said = process.communicate(timeout=DEADLINE_S)
+        launcher.terminate()
     finally:
-        process.kill()
+        ended([launcher])
+    said = (tmp_path / "stderr").read_text()
     assert said.count("error: stopped by SIGTERM after step") == 1
     assert said.count("error:") == 1
     assert_resumes_to_the_same_losses(build, tmp_path, whole)
@@ -167,23 +159,23 @@ def note_signals(folder):
 
 
 def test_a_second_signal_ends_at_once_unless_it_is_the_same_one_twice(tmp_path):
-    process = context.Process(target=note_signals, args=(tmp_path,))
-    process.start()
+    run = process(note_signals, tmp_path)
+    run.start()
     try:
         wait_until((tmp_path / "ready").exists)
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(run.pid, signal.SIGTERM)
         wait_until((tmp_path / "noted").exists)
         begun = time.monotonic()
-        os.kill(process.pid, signal.SIGTERM)  # torchrun's, after the scheduler's
-        while process.is_alive():
+        os.kill(run.pid, signal.SIGTERM)  # torchrun's, after the scheduler's
+        while run.is_alive():
             assert time.monotonic() < begun + DEADLINE_S
-            process.join(0.05)
+            run.join(0.05)
             if time.monotonic() > begun + shutdown.TOGETHER_S:
-                process.terminate()
+                run.terminate()
         assert time.monotonic() > begun + shutdown.TOGETHER_S / 2
-        assert process.exitcode == TERMINATED
+        assert run.exitcode == TERMINATED
     finally:
-        process.kill()
+        run.kill()
 
 
 @pytest.mark.parametrize(
@@ -214,16 +206,8 @@ def test_a_lost_rank_is_told_once_by_those_that_are_left(build, tmp_path):
 
 @pytest.mark.slow
 def test_the_fault_of_one_rank_is_told_by_that_rank_alone(build, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(build), "--plan=auto", "--device=cpu", "--figures=/dev/full"]  # of the first
-    result = subprocess.run(
-        [sys.executable, *torchrun, "-m", *COMMAND, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=ENVIRONMENT,
-    )
+    arguments = [build, "--plan=auto", "--device=cpu", "--figures=/dev/full"]  # of the first
+    result = launch(1, tmp_path, *TORCHRUN, *COMMAND, *arguments, most_s=DEADLINE_S)
     lines = [line for line in result.stderr.splitlines() if "error: " in line]
-    assert [line for line in lines if "/dev/full: No space left" in line] == lines[:1]
+    assert [line for line in lines if "/dev/full: No space left" in line] == lines[:1] != []
     assert "does not answer" not in result.stderr

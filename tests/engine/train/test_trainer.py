@@ -1,12 +1,9 @@
-"""`python -m engine train`, really launched: the losses of one process, by a plan, on any ranks,
-killed and continued.
+"""`python -m engine train`: the losses of one process, by a plan, on any ranks, killed and
+continued. By torchrun itself in `test_shutdown`.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -100,15 +97,6 @@ def given(build, **options):
     return [str(build), *named]
 
 
-def torchrun(processes, *arguments, **options):
-    """The command; for what is really launched."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable, *launcher, "-m", *COMMAND, *given(*arguments, **options)]
-
-
-ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-
-
 def losses(path):
     """Of each step; what was run again counts the last time."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -155,12 +143,8 @@ def test_layers_are_the_whole_model_and_specs_are_what_crosses_each_cut(build):
 
 @pytest.mark.slow
 def test_a_plan_on_two_ranks_gives_the_losses_of_one_process(build, plan, expected, tmp_path):
-    command = torchrun(
-        2, build, plan=plan, figures=tmp_path / "figures.jsonl", trace=tmp_path / "trace.json"
-    )
-    result = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=120, env=ENVIRONMENT
-    )
+    files = {"figures": tmp_path / "figures.jsonl", "trace": tmp_path / "trace.json"}
+    result = launch(2, tmp_path, *COMMAND, *given(build, plan=plan, **files))
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same(losses(tmp_path / "figures.jsonl"), expected)
     assert sum(expected[-4:]) < 0.9 * sum(expected[:4])

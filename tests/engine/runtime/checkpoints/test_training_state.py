@@ -28,7 +28,7 @@ from engine.runtime.optimizer.main_weights import MainWeights, main_param
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from support import TESTS
 from support.models.toy_model import freeze, make_batch, make_model, run_alone
-from support.ranks import context, on_ranks
+from support.ranks import on_ranks, process
 
 BEFORE, STEPS, MICRO_BATCHES = 2, 4, 4
 """Steps until the state is saved, steps in all; micro-batches of all replicas together."""
@@ -279,7 +279,7 @@ def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(
 ):
     model, optimizer = trained
     # not a fork of this process, whose threads may hold locks
-    child = context.Process(target=save_and_die, args=(tmp_path, owner, name))
+    child = process(save_and_die, tmp_path, owner, name)
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
