@@ -94,7 +94,8 @@ class PartitionEvaluator(RecomputeChooser):
             for own in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
                 if not len(own):
                     return  # there are no partitions
-                yield rank, own, starts[:, own[0]], ends[:, own[0]]
+                first, last = (np.ascontiguousarray(each[:, own[0]]) for each in (starts, ends))
+                yield rank, own, first, last
 
     def times(self, partitions: IntArray, masks: Sequence[BoolArray]) -> IntArray:
         """Step times of `partitions` where layers are recomputed by the mask of each."""
@@ -117,8 +118,8 @@ class PartitionEvaluator(RecomputeChooser):
         for rank, indices, starts, ends in self._distinct(partitions):
             key = rank, *starts.tolist(), *ends.tolist()
             if key not in self._peaks:
-                order, stages = self.orders[rank], map(np.ascontiguousarray, (starts, ends))
-                self._peaks[key] = int(peak_bytes(self.layers, order, *stages, self.frees))
+                order = self.orders[rank]
+                self._peaks[key] = int(peak_bytes(self.layers, order, starts, ends, self.frees))
             peaks[indices] = np.maximum(peaks[indices], self._peaks[key])
         return peaks
 
