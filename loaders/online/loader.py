@@ -38,6 +38,10 @@ from loaders.step_stream import StepStream
 
 FIRST_WINDOW = 256
 """Samples of an epoch's first window where both caps are given: the first step comes soon."""
+BALANCE = 0.9
+"""Default `balance`: groups are others in every epoch, so steps do not repeat as those of a build
+would.
+"""
 _OF_BUILDS = (
     *("shuffle", "split", "filter", "limit", "mixing_weights", "regroup", "image_root"),
     *("storage", "regroup_window", "validation_fraction"),
@@ -127,6 +131,7 @@ class BalancedLoader(StepStream):
         check_names(LoaderConfig, loading, also=own)
         encoded = loading.get("images") == "encoded"
         loading.setdefault("on_error", "raise" if encoded else "skip")
+        loading.setdefault("balance", BALANCE)
         config = LoaderConfig(**loading)
         rank, size = config.ranks()
         peers = config.peers()

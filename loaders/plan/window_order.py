@@ -10,6 +10,9 @@ import numpy as np
 from balance.order.global_shuffle import LoadLookup, assign_ranks, nearest
 from balance.types import Groups, IntArray
 
+LEAST_WIDTH = 4
+"""Times a step's groups that wait at least, if `balance` asks for as many: more come by windows."""
+
 if TYPE_CHECKING:
     from loaders.plan.windows import WindowEpoch
 
@@ -113,9 +116,10 @@ class WindowOrder:
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count, balance = dp * micro_batches, self._epoch.source.settings.balance
-        # as many to choose from, whatever the windows' sizes are
-        self._fill(2 * count)
-        candidates = self._waiting[: int(count / (1 - balance))]
+        width = 1 / (1 - balance)
+        # some to choose from, however large a step is
+        self._fill(int(count * min(width, LEAST_WIDTH)))
+        candidates = self._waiting[: int(count * width)]
         vision, tokens = loads(candidates)
         chosen = nearest(vision, tokens, count, min(1.0, 2 * (1 - balance)))
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)

@@ -1,0 +1,329 @@
+"""Packing without a build: `BalancedLoader`'s plans next to ODB's, on 8 simulated ranks.
+
+    python benchmarks/online.py [--lengths FILE...] [--dp 8] [--windows 512 2048 8192] [--odb DIR]
+
+Data: AI2D + ChartQA at 4,096 and 16,384 tokens, and a mixture of text alone (35 %), one image
+(55 %) and two to five (10 %) at 16,384. Ours are the product's windows, in the order in which the
+loader gives them, one micro-batch per step; ODB's are its own `grouping_data`, unmodified, with a
+buffer of 256 and of 1,024 samples per rank, the same caps, and ranks that never end early, which is
+better than it does. The package, pinned in peers-odb.txt, is installed into `--odb` for this run.
+
+micro-steps: also relative to the least possible. dist: share of the ranks' time that waits for the
+slowest of a micro-step; ODB's LLM tokens include padding. entropy: of sources per step, relative to
+a random order. label: the largest factor between a source's share of labels and of the gradient,
+with the loader's constant divisor, and with ODB's weights by input tokens (`exact`). plan: time per
+sample on this machine. Exit status 1 if the default window misses the goals of `GOALS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from order import Data, published, with_caps
+from rich.console import Console
+from rich.table import Table
+
+from balance.metrics import dist_ratio, lower_bounds, pad_ratio, padded_loads, source_entropy
+from balance.presets import load_model
+from balance.types import BoolArray, Groups, IntArray, Limits
+from loaders.online.loader import BALANCE
+from loaders.plan.windows import WindowGroups, WindowSettings
+
+HERE = Path(__file__).parent
+DEFAULT_WINDOW, ODB_BUFFERS = 2_048, (256, 1_024)
+NAME = "window {:,}"
+GOALS = {"steps": 1.01, "entropy": 0.95, "label": 1.01, "times_below_odb": 10.0}
+"""Micro-steps over the bound and the largest factor of label shares at most; entropy, and how many
+times its dist ratios are below those of ODB's larger buffer, at least.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Figures of one method."""
+
+    name: str
+    num_steps: int
+    dist_llm: float
+    dist_vit: float
+    padding: float
+    entropy: float
+    label: float
+    plan_us: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", nargs="+", type=Path, help="OmniBal's length files")
+    parser.add_argument("--dp", type=int, default=8)
+    parser.add_argument("--windows", nargs="+", type=int, default=[512, DEFAULT_WINDOW, 8_192])
+    parser.add_argument("--odb", type=Path, help="where ODB is, or is to be installed")
+    options = parser.parse_args()
+    console, missed = Console(width=120), []
+    with tempfile.TemporaryDirectory() as temporary:
+        grouping = open_odb(options.odb or Path(temporary))
+        for data in datasets(options.lengths):
+            bound = max(lower_bounds(*data.loads, data.limits).values()) / options.dp
+            found = [odb(data, options.dp, size, grouping) for size in ODB_BUFFERS]
+            found += [ours(data, options.dp, window) for window in options.windows]
+            console.print(as_table(data, found, bound))
+            default = next((f for f in found if f.name == NAME.format(DEFAULT_WINDOW)), None)
+            missed += judge(data, default, found[len(ODB_BUFFERS) - 1], bound) if default else []
+    for line in missed:
+        console.print(f"missed: {line}", style="red")
+    return 1 if missed else 0
+
+
+def datasets(lengths: list[Path] | None) -> list[Data]:
+    rng = np.random.default_rng(0)
+    tiles, tokens, sources = published(lengths)
+    answers = 6 + rng.integers(0, 30, len(tokens))
+    data = [
+        with_caps("AI2D + ChartQA", tiles, tokens, answers, sources, cap) for cap in (4096, 16_384)
+    ]
+    return [*data, mixture(tiles, tokens, len(tokens), rng)]
+
+
+def mixture(tiles: IntArray, tokens: IntArray, count: int, rng: np.random.Generator) -> Data:
+    """35 % text alone, 10 % of two to five images, and one image each."""
+    kinds = rng.choice(3, count, p=[0.35, 0.55, 0.1])
+    drawn = rng.integers(0, len(tiles), count)
+    several = np.array([rng.integers(1, 14, size=rng.integers(2, 6)).sum() for _ in range(count)])
+    text = np.minimum(np.exp(rng.normal(6.2, 1, count)).astype(np.int64) + 16, 6_000)
+    patches = np.choose(kinds, [np.zeros(count, np.int64), tiles[drawn], several])
+    lengths = np.choose(kinds, [text, tokens[drawn], np.minimum(several * 256 + text, 16_384)])
+    answers = np.choose(kinds, [text // 2, rng.integers(6, 36, count), text // 4 + 1])
+    return with_caps("mixture", patches, lengths, answers, kinds, 16_384)
+
+
+# --- ours ---
+
+
+class Measured:
+    """Lengths that are known already."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data.counts)
+
+    def measure(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> BoolArray:
+        return np.ones(len(samples), np.bool_)
+
+    def column(self, name: str, samples: IntArray) -> IntArray:
+        return getattr(self._data.counts, name)[samples]
+
+    def choose_limits(self, samples: IntArray) -> Limits:
+        return self._data.limits
+
+    def within(self, samples: IntArray, limits: Limits) -> IntArray:
+        return samples
+
+
+def ours(data: Data, dp: int, window: int) -> Found:
+    """The steps of an epoch as the loader gives them."""
+    settings = WindowSettings(
+        window=window,
+        first_window=min(window, 256),
+        seed=0,
+        balance=BALANCE,
+        step_groups=dp,
+        loss_weights="token",
+    )
+    build: Any = SimpleNamespace(manifest=SimpleNamespace(model=load_model("internvl_1_5")))
+    source = WindowGroups(build, Measured(data), settings, {})
+    epoch, order = source.begin(0, {})
+
+    def loads(groups: IntArray) -> tuple[IntArray, IntArray]:
+        tokens = [epoch.column(f"num_{kind}_tokens", groups) for kind in ("image", "text", "audio")]
+        return epoch.column("num_image_patches", groups), np.sum(tokens, axis=0)
+
+    steps: list[list[list[int]]] = []
+    while order.remaining:
+        step = order.take_step(dp, 1, loads).ravel()
+        steps.append([epoch.members(step[i : i + 1])[0] if step[i] >= 0 else [] for i in range(dp)])
+    micros = 1e6 * source.figures.grouping_s / len(data.counts)
+    return figures(NAME.format(window), steps, data, micros, padded=False)
+
+
+# --- ODB ---
+
+
+def open_odb(folder: Path) -> Any:
+    """ODB's module of groups, installed into a folder if it is not there."""
+    if not (folder / "odb").exists():
+        wanted = ["--no-deps", "--target", str(folder), "-r", str(HERE / "peers-odb.txt")]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("odb.grouping")
+
+
+class Ranks:
+    """torch.distributed as far as ODB asks for it, among threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._own = size, threading.local()
+        self._barrier, self._told = threading.Barrier(size), dict[int, Any]()
+
+    def join(self, rank: int) -> None:
+        """This thread is a rank."""
+        self._own.rank = rank
+
+    def get_world_size(self, group: object) -> int:
+        return self.size
+
+    def get_rank(self, group: object) -> int:
+        return int(self._own.rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        self._told[self._own.rank] = value
+        self._barrier.wait()
+        values = [self._told[rank] for rank in range(self.size)]
+        self._barrier.wait()
+        return values
+
+    def all_gather_into_tensor(self, out: Any, own: Any, group: object) -> None:
+        for row, value in zip(out.view(self.size, -1), self.gather(own), strict=True):
+            row.copy_(value)
+
+
+def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:
+    """Micro-steps of an epoch: each rank groups the samples that it has loaded."""
+    ranks = grouping.dist = Ranks(dp)
+    order = np.random.default_rng(0).permutation(len(data.counts))
+    with ThreadPoolExecutor(dp) as pool:
+        runs = [
+            pool.submit(odb_rank, data, ranks, rank, order[rank::dp], buffer, grouping)
+            for rank in range(dp)
+        ]
+        rounds, times = zip(*(run.result() for run in runs), strict=True)
+    steps = []
+    for groups in zip(*rounds, strict=True):
+        for number in range(max(map(len, groups))):
+            steps.append([each[number] if number < len(each) else [] for each in groups])
+    micros = 1e6 * sum(times) / len(order)
+    return figures(f"ODB, {buffer:,} per rank", steps, data, micros, padded=True)
+
+
+def odb_rank(
+    data: Data, ranks: Ranks, rank: int, samples: IntArray, buffer: int, grouping: Any
+) -> tuple[list[list[list[int]]], float]:
+    """Groups of a rank's samples by round, and the time that grouping takes."""
+    ranks.join(rank)
+    vision, tokens = data.loads
+    left = [
+        {"index": i, "input_ids": torch.empty(int(tokens[i])), "odb_n_patches": int(vision[i])}
+        for i in samples.tolist()
+    ]
+    held: list[dict[str, Any]] = []
+    rounds, taking_s = [], 0.0
+    while any(ranks.gather(bool(left or held))):
+        room = max(0, buffer - len(held))
+        held, left = held + left[:room], left[room:]
+        begun = time.thread_time()
+        groups, held, _, _ = grouping.grouping_data(
+            [held],
+            data.limits.max_seq_len,
+            ddp_group=ranks,
+            idx_budget=buffer,
+            max_groups=buffer,
+            max_patches=data.limits.max_vision,
+        )
+        taking_s += time.thread_time() - begun
+        rounds.append([[sample["index"] for sample in group] for group in groups])
+    return rounds, taking_s
+
+
+# --- figures ---
+
+
+def figures(
+    name: str, steps: list[list[list[int]]], data: Data, plan_us: float, *, padded: bool
+) -> Found:
+    """Figures of micro-steps: of each rank, its samples."""
+    batches = [batch for step in steps for batch in step]
+    samples = np.array([sample for batch in batches for sample in batch])
+    if not np.array_equal(np.sort(samples), np.arange(len(data.counts))):
+        raise SystemExit(f"{name}: {len(samples)} of {len(data.counts)} samples, or some twice")
+    borders = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])])
+    groups, dp = Groups(samples, borders), len(steps[0])
+    vision, tokens = data.loads
+    loads = padded_loads(groups, tokens) if padded else groups.sum(tokens)
+    return Found(
+        name=name,
+        num_steps=len(steps),
+        dist_llm=dist_ratio(loads, dp),
+        dist_vit=dist_ratio(groups.sum(vision), dp),
+        padding=pad_ratio(groups, tokens) if padded else 0.0,
+        entropy=source_entropy(groups, data.sources, dp),
+        label=label_factor(groups, data, dp, by_tokens=padded),
+        plan_us=plan_us,
+    )
+
+
+def label_factor(groups: Groups, data: Data, dp: int, *, by_tokens: bool) -> float:
+    """The largest factor between a source's share of the gradient and its share of labels."""
+    labels, owners = data.counts.num_loss_tokens, np.repeat(np.arange(len(groups)), groups.sizes)
+    own = labels[groups.samples].astype(np.float64)
+    weights = own
+    if by_tokens:
+        # each rank's mean over its labels counts as its input tokens, of the step's
+        tokens = groups.sum(data.counts.seq_len).astype(np.float64)
+        of_step = np.repeat(tokens.reshape(-1, dp).sum(axis=1), dp)
+        weights = (
+            own * (tokens / np.maximum(1, of_step) / np.maximum(1, groups.sum(labels)))[owners]
+        )
+    sources = data.sources[groups.samples]
+    share = [np.bincount(sources, each) / each.sum() for each in (weights, own)]
+    return float(np.max(np.maximum(share[0] / share[1], share[1] / share[0])))
+
+
+def as_table(data: Data, found: list[Found], bound: float) -> Table:
+    heads = ("micro-steps", "over bound", "dist LLM", "dist ViT", "padding", "entropy", "label")
+    caps = f"{data.limits.max_seq_len:,} tokens, {data.limits.max_vision} patches"
+    table = Table(title=f"{data.name}, {caps}, {len(data.counts):,} samples")
+    for head in ("method", *heads, "plan"):
+        table.add_column(head, justify="left" if head == "method" else "right")
+    for each in found:
+        table.add_row(
+            *(each.name, f"{each.num_steps:,}", f"{each.num_steps / bound - 1:.1%}"),
+            *(f"{each.dist_llm:.4f}", f"{each.dist_vit:.4f}", f"{each.padding:.1%}"),
+            *(f"{each.entropy:.3f}", f"{each.label:.3f}", f"{each.plan_us:.0f} us"),
+        )
+    return table
+
+
+def judge(data: Data, own: Found, peer: Found, bound: float) -> list[str]:
+    """Goals that the default window misses."""
+    values = {
+        "micro-steps over the bound": (own.num_steps / bound, GOALS["steps"]),
+        "1 / entropy": (1 / own.entropy, 1 / GOALS["entropy"]),
+        "labels": (own.label, GOALS["label"]),
+        "dist LLM": (own.dist_llm, peer.dist_llm / GOALS["times_below_odb"]),
+        "dist ViT": (own.dist_vit, peer.dist_vit / GOALS["times_below_odb"]),
+    }
+    return [
+        f"{data.name}, {data.limits.max_seq_len:,} tokens: {name} {value:.4f}, wanted {most:.4f}"
+        for name, (value, most) in values.items()
+        if value > most
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""`benchmarks/online.py`: its figures, on few samples and without ODB."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import online
+import torch
+
+
+def test_windows_are_full_even_and_mixed():
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(1, 6, 1_500)
+    data = online.mixture(tiles, 256 * tiles + rng.integers(20, 400, 1_500), 1_500, rng)
+    found = online.ours(data, 4, 512)
+    bound = max(online.lower_bounds(*data.loads, data.limits).values()) / 4
+    assert found.num_steps <= 1.05 * bound + 1
+    assert found.dist_llm < 0.03
+    assert found.dist_vit < 0.05
+    assert found.entropy > 0.95
+    assert found.label == 1
+    assert online.judge(data, found, found, bound)  # not ten times below itself
+
+
+def test_ranks_of_a_peer_exchange_what_they_have():
+    def grouping(buffer, cap, *, ddp_group, **_):
+        told = torch.zeros(2, dtype=torch.long)
+        ddp_group.all_gather_into_tensor(told, torch.tensor([len(buffer[0])]), ddp_group)
+        assert ddp_group.get_world_size(None) == 2
+        return [buffer[0][:1], buffer[0][1:2]], buffer[0][2:], False, int(told.sum()) == 0
+
+    rng = np.random.default_rng(0)
+    data = online.mixture(rng.integers(1, 6, 300), rng.integers(1600, 2000, 300), 41, rng)
+    found = online.odb(data, 2, 8, SimpleNamespace(grouping_data=grouping))
+    assert found.num_steps >= 21
+    assert found.label > 1
