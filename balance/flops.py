@@ -6,7 +6,8 @@ activations and softmax are under 1 % of the FLOPs. For one forward pass:
 - a linear layer: 2 FLOPs per weight and token. Per layer Q, K, V (K and V narrower with grouped
   queries), output, and two feed-forward matrices or three (gated); also patch embedding, projector,
   and the LLM's head for all tokens;
-- attention of the encoder, inside each tile or image: 4 x tokens^2 x width of all heads, per layer;
+- attention of the encoder, inside each tile, image or frame of a video's grid: 4 x tokens^2 x
+  width of all heads, per layer;
 - attention of the LLM, inside each packed sample: half of that, because it is causal. Two-way
   attention inside images (Gemma 3, PaliGemma) is not counted twice;
 - layers with a window (Qwen2.5-VL's encoder, Gemma 3's LLM) attend to that much only, and linear
@@ -111,8 +112,8 @@ class FlopsModel:
     def loads(self, counts: Counts) -> ComputeLoad:
         """Load of each sample.
 
-        At native resolution counts do not tell the images of a sample apart: they are taken as
-        equally large, the least that their squares can sum to. Tiles are exact.
+        At native resolution counts do not tell images and frames of a sample apart: they are taken
+        as equally large, the least that their squares can sum to. Tiles and one video are exact.
         """
         return ComputeLoad(
             vit_tokens=counts.num_vit_tokens,
@@ -177,5 +178,5 @@ def _llm_flops_per_token(llm: LlmShape) -> int:
 def _vit_squares(counts: Counts, vision: VisionRule) -> IntArray:
     if not isinstance(vision, NativeSizeRule):
         return counts.num_image_patches * vision.vit_tokens_per_patch**2
-    # at native resolution an image is one patch
+    # at native resolution an image is one patch, a video one per frame of its grid
     return np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)

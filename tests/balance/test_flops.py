@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from balance.errors import ConfigError
 from balance.flops import ComputeLoad, FlopsModel, GpuSpeed, epoch_ms
+from balance.media.video_tokens import VideoFacts, plan_video
 from balance.presets import LlmShape, load_model, model_from_dict, model_to_dict
 from balance.types import Counts, Groups
 
@@ -220,6 +221,24 @@ def test_native_resolution_attends_inside_each_image():
     cost = FlopsModel.of(load_model("qwen2_vl"))
     counts = counts_of([2, 1, 0], [1000, 1000, 0], [400, 400, 400])
     assert cost.loads(counts).vit_squares.tolist() == [500_000, 1_000_000, 0]
+
+
+def test_videos_attend_inside_each_frame():
+    """Of the grid, at native resolution; an encoder of crops looks at each frame by itself."""
+    facts = VideoFacts(640, 360, 90, 30.0)
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl3"):
+        model = load_model(name)
+        plan = plan_video(model.video, facts)
+        counts = counts_of([plan.num_patches], [plan.num_vit_tokens], [plan.num_image_tokens])
+        each = plan.num_vit_tokens // plan.num_patches
+        vit = model.vit
+        full = plan.num_patches * each**2
+        if vit.window is not None:
+            windowed = (vit.num_layers - vit.num_full_layers) * vit.window * plan.num_vit_tokens
+            full = (vit.num_full_layers * full + windowed) // vit.num_layers
+        load = FlopsModel.of(model).loads(counts)
+        assert load.vit_squares.tolist() == [full], name
+        assert load.llm_tokens.tolist() == [plan.num_image_tokens], name
 
 
 @settings(max_examples=60, deadline=None)

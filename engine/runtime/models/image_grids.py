@@ -83,30 +83,35 @@ def interpolated_places(grids: Tensor, merge: int, side: int) -> tuple[Tensor, T
 
 
 def rotary_positions(
-    input_ids: Tensor, cu_seqlens: Tensor, grids: Tensor | None, image_token_id: int, merge: int
+    is_image: Tensor,
+    cu_seqlens: Tensor,
+    grids: Tensor | None,
+    merge: int,
+    intervals: Tensor | None = None,
 ) -> Tensor:
     """Qwen2-VL's positions (frame, row, column), int64 (3, tokens), from 0 in each sample.
 
-    Text counts on in all three. An image token's position is that of the image's first token plus
-    its own frame, row and column; text after it continues past the image's larger side.
+    Text counts on in all three. A token of an image or video (`is_image`) has the position of its
+    first one plus its own frame, row and column; text after it continues past the larger side.
+    `intervals`: float32, (images,), positions from one frame to the next; None: 1.
 
     >>> ids, grids = torch.tensor([7, 5, 5, 5, 5, 8, 9, 9]), torch.tensor([[1, 4, 4]])
-    >>> rotary_positions(ids, torch.tensor([0, 6, 8]), grids, 5, 2).tolist()
+    >>> rotary_positions(ids == 5, torch.tensor([0, 6, 8]), grids, 2).tolist()
     [[0, 1, 1, 1, 1, 3, 0, 1], [0, 1, 1, 2, 2, 3, 0, 1], [0, 1, 2, 1, 2, 3, 0, 1]]
     """
     # increment to the next token's position, and the token's place within its image
-    steps = torch.ones_like(input_ids)
-    within = input_ids.new_zeros(3, len(input_ids))
+    steps = torch.ones_like(is_image, dtype=torch.int64)
+    within = steps.new_zeros(3, len(steps))
     if grids is not None and len(grids):
         frames, rows, columns = (grids // grids.new_tensor([1, merge, merge])).unbind(1)
         image, index = _members(frames * rows * columns)
-        is_image = input_ids == image_token_id
         rows, columns = rows[image], columns[image]
         is_last = index == frames[image] * rows * columns - 1
         steps[is_image] = torch.where(is_last, torch.maximum(rows, columns), 0)
-        within[:, is_image] = torch.stack(
-            [index // (rows * columns), index // columns % rows, index % columns]
-        )
+        frame = index // (rows * columns)
+        if intervals is not None:
+            frame = (frame * intervals[image]).long()
+        within[:, is_image] = torch.stack([frame, index // columns % rows, index % columns])
     begins = steps.cumsum(0) - steps
     sample, _ = _members(cu_seqlens.long().diff())
     return begins - begins[cu_seqlens.long()[sample]] + within

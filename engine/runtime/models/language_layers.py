@@ -30,8 +30,8 @@ from engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, sampl
 _COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
 _SHARED = (_COS, _SIN, _BORDERS, _IMAGES)
 
-Positions = Callable[[Batch], Tensor]
-"""Positions of a micro-batch as the model's rotary embedding takes them."""
+Positions = Callable[[Tensor, Batch], Tensor]
+"""(is vision, micro-batch) -> positions as the model's rotary embedding takes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class LanguageRules:
 
     positions: Positions
     image_token_id: int
+    video_token_id: int | None = None
+    """None where videos have the token of images."""
     two_way_images: bool = False
     """Tokens of an image see each other (Gemma 3)."""
     rotary_by_type: bool = False
@@ -48,24 +50,32 @@ class LanguageRules:
     """Specs of the projector's output, if decoder layers add deep features of images."""
     num_deep: int = 0
 
+    def is_vision(self, batch: Batch) -> Tensor:
+        """Whether a feature of an image or a video takes each token's place: bool, (tokens,)."""
+        is_image: Tensor = batch.input_ids == self.image_token_id
+        if self.video_token_id is None or getattr(batch, "video_seconds", None) is None:
+            return is_image
+        is_video: Tensor = batch.input_ids == self.video_token_id
+        return is_image | is_video
+
 
 class TokenEmbedding(SpecLayer):
     """Embeds tokens, with image features in place of the image tokens."""
 
     def __init__(
-        self, embed_tokens: nn.Module, image_token_id: int, output_specs: OutputSpecs
+        self, embed_tokens: nn.Module, rules: LanguageRules, output_specs: OutputSpecs
     ) -> None:
         super().__init__(output_specs)
-        self.embed_tokens, self._image_token_id = embed_tokens, image_token_id
+        self.embed_tokens, self._rules = embed_tokens, rules
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (image tokens, width) -> `hidden` (1, tokens, width)."""
         hidden: Tensor = self.embed_tokens(batch.input_ids)
-        places = _image_places(batch, self._image_token_id)
+        places = _vision_places(batch, self._rules)
         features = inputs[FEATURES]
         if len(places) != len(features):
             raise ConfigError(
-                f"{len(places)} image tokens (id {self._image_token_id}), but the images give"
+                f"{len(places)} image tokens (id {self._rules.image_token_id}), but the images give"
                 f" {len(features)} features ({samples_text(batch)}): the model's image_token_id"
                 " must be the build's, and its preset this model's"
             )
@@ -111,7 +121,7 @@ class LanguageLayer(SpecLayer):
         hidden = output[0] if isinstance(output, tuple) else output
         deep = inputs.get(deep_name(self._number))
         if deep is not None and len(deep):
-            places = _image_places(batch, self._rules.image_token_id)
+            places = _vision_places(batch, self._rules)
             hidden = hidden.index_add(1, places, deep.to(hidden.dtype)[None])
         return {HIDDEN: hidden, **passed, **shared}
 
@@ -123,7 +133,8 @@ class LanguageLayer(SpecLayer):
                 shared[_IMAGES] = image_runs(batch.input_ids.cpu(), self._rules.image_token_id)
         if _COS + self._type not in shared:
             kind = (self._type,) if self._type else ()
-            cos, sin = self.rotary(hidden, self._rules.positions(batch), *kind)
+            positions = self._rules.positions(self._rules.is_vision(batch), batch)
+            cos, sin = self.rotary(hidden, positions, *kind)
             shared[_COS + self._type], shared[_SIN + self._type] = cos, sin
 
 
@@ -156,7 +167,7 @@ def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:
         LanguageLayer(layer, decoder.rotary_emb, rules, number, specs_before(number + 1))
         for number, layer in enumerate(decoder.layers)
     ]
-    embedding = TokenEmbedding(decoder.embed_tokens, rules.image_token_id, specs_before(0))
+    embedding = TokenEmbedding(decoder.embed_tokens, rules, specs_before(0))
     return [embedding, *layers, Head(decoder.norm, model.lm_head)]
 
 
@@ -173,7 +184,6 @@ def image_runs(input_ids: Tensor, image_token_id: int) -> Tensor:
     return runs
 
 
-def _image_places(batch: Batch, image_token_id: int) -> Tensor:
-    """Places of the image tokens: (image tokens,)."""
-    places: Tensor = (batch.input_ids == image_token_id).nonzero().squeeze(1)
-    return places
+def _vision_places(batch: Batch, rules: LanguageRules) -> Tensor:
+    """Places of the tokens of images and videos: (image tokens,)."""
+    return rules.is_vision(batch).nonzero().squeeze(1)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from balance.errors import ConfigError, first_line
 from engine.runtime.models.image_grids import rotary_positions
@@ -121,17 +122,32 @@ def _language_rules(model: Any, projector: SpecLayer) -> LanguageRules:
         )
     if config.model_type not in _NATIVE:
         return LanguageRules(
-            positions=lambda batch: batch.position_ids[None],
+            positions=lambda _, batch: batch.position_ids[None],
             image_token_id=token,
             two_way_images=config.model_type == "gemma3",
             rotary_by_type=text.model_type == "gemma3_text",
         )
-    merge = int(config.vision_config.spatial_merge_size)
     return LanguageRules(
-        positions=lambda batch: rotary_positions(
-            batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, token, merge
-        )[:, None],
+        positions=lambda is_vision, batch: _grid_positions(config, is_vision, batch),
         image_token_id=token,
+        video_token_id=int(config.video_token_id),
         deep_specs=projector.output_specs,
         num_deep=len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
     )
+
+
+def _grid_positions(config: Any, is_vision: Tensor, batch: Batch) -> Tensor:
+    """M-RoPE's positions, (3, 1, tokens).
+
+    Qwen3-VL has text before each frame of a video's grid; Qwen2.5-VL's frames are as many positions
+    apart as their times say.
+    """
+    grids, seconds = batch.image_grid_thw, getattr(batch, "video_seconds", None)
+    merge, intervals = int(config.vision_config.spatial_merge_size), None
+    scale = getattr(config.vision_config, "tokens_per_second", None)
+    if seconds is not None and config.model_type == "qwen3_vl":
+        grids = grids.repeat_interleave(grids[:, 0], dim=0).clone()
+        grids[:, 0] = 1
+    elif seconds is not None and scale is not None:
+        intervals = (seconds.float() * scale).where(seconds > 0, 1.0)
+    return rotary_positions(is_vision, batch.cu_seqlens, grids, merge, intervals)[:, None]

@@ -129,6 +129,10 @@ class AnyresProjector(Projector):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (patches, ViT tokens, width) -> (image tokens, LLM width)."""
+        if getattr(batch, "video_seconds", None) is not None:
+            raise ConfigError(
+                "there are videos, whose features this model pools; as layers it takes images only"
+            )
         features = super().forward(inputs, batch)[FEATURES]
         if not len(features):
             return {FEATURES: features}

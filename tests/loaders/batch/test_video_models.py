@@ -12,30 +12,14 @@ import torch
 from loaders.batch.model_inputs.inputs import model_inputs
 from support.cases import for_each
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("av")
-from support.models.family_models import IMAGE, SIDE, TEXT, make_family_model  # noqa: E402
-from support.models.video_samples import RULES, alone, make_samples, packed  # noqa: E402
+from support.models.video_samples import RULES, alone, make_samples, make_video_model, packed
 
 torch.set_num_threads(1)
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "2"))
 TOLERANCE = 1e-5
-
-
-def make_model(name: str) -> Any:
-    if name != "internvl":
-        model = make_family_model(name)
-        if name == "qwen2_5_vl":
-            model.config.vision_config.tokens_per_second = 4
-        return model
-    torch.manual_seed(0)
-    vision = {"image_size": [SIDE, SIDE], "patch_size": [7, 7], "hidden_size": 16}
-    vision |= {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.InternVLConfig(
-        vision_config=vision, text_config={"model_type": "qwen2", **TEXT}, image_token_id=IMAGE
-    )
-    return transformers.AutoModelForImageTextToText.from_config(config).eval()
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
@@ -44,7 +28,7 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 @for_each("name", [name for name in RULES if name != "qwen3_5"])
 def test_packs_with_videos_are_as_their_samples_alone(name: str) -> None:
-    model, drawn = make_model(name), random.Random(name)
+    model, drawn = make_video_model(name), random.Random(name)
     for draw in range(DRAWS):
         kinds = ["t", "v", "i", drawn.choice(["vi", "iv", "vtv", "ivi"]), "l"]
         if name == "glm4v":  # alone it takes either: both have one token

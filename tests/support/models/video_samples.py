@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
@@ -38,7 +39,15 @@ from loaders.config import LoaderConfig
 from loaders.plan.step_plan import StepTotals
 from shards.stored_group import StoredGroup
 from support.clips import make_clip
-from support.models.family_models import END, IMAGE, PINPOINTS, SIDE, START
+from support.models.family_models import (
+    END,
+    IMAGE,
+    PINPOINTS,
+    SIDE,
+    START,
+    TEXT,
+    make_family_model,
+)
 from support.oracles.video_processors import taken
 
 VIDEO, TEXT_IDS = 6, range(10, 64)
@@ -79,6 +88,22 @@ RULES: dict[str, tuple[VisionRule, VideoRule]] = {
 """Family -> rules of its images and videos."""
 OWN_TOKEN = {"qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_onevision"}
 """Families whose videos have a token of their own."""
+
+
+def make_video_model(name: str) -> Any:
+    """A tiny model of a family with random weights."""
+    if name != "internvl":
+        model = make_family_model(name)
+        if name == "qwen2_5_vl":
+            model.config.vision_config.tokens_per_second = 4
+        return model
+    torch.manual_seed(0)
+    vision = {"image_size": [SIDE, SIDE], "patch_size": [7, 7], "hidden_size": 16}
+    vision |= {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config={"model_type": "qwen2", **TEXT}, image_token_id=IMAGE
+    )
+    return transformers.AutoModelForImageTextToText.from_config(config).eval()
 
 
 @dataclass

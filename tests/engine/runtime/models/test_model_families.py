@@ -15,6 +15,7 @@ from balance.errors import ConfigError
 from engine.runtime.models.image_grids import interpolated_places, window_order
 from engine.runtime.models.transformers_models import from_transformers
 from support.models.family_models import make_family_batch, make_family_model, run_family_alone
+from support.models.video_samples import alone, make_samples, make_video_model, packed
 
 torch.set_num_threads(1)
 
@@ -62,6 +63,31 @@ def test_packs_have_the_loss_and_gradients_of_their_samples_alone():
             norm = torch.cat([each.flatten() for each in wanted.values()]).norm()
             off = max(float((found[key] - each).norm() / norm) for key, each in wanted.items())
             assert off <= TOLERANCE, f"{name}: gradients off by {off:.1e}"
+
+
+def test_packs_with_videos_have_the_loss_and_gradients_of_their_samples_alone():
+    pytest.importorskip("av")
+    for name in ("qwen2_5_vl", "qwen3_vl", "internvl"):
+        model = make_video_model(name)
+        layered, samples = from_transformers(model), make_samples(name, ["v", "t", "ivl"], seed=4)
+        model.zero_grad()
+        expected = 0.0
+        for sample in samples:
+            loss = model(**alone(name, sample)).loss
+            loss.backward()
+            expected += loss.item()
+        wanted = gradients_of(model)
+        model.zero_grad()
+        loss = run_layers(layered, packed(name, samples))
+        loss.backward()
+        found = gradients_of(model)
+        assert loss.item() == pytest.approx(expected, rel=TOLERANCE), name
+        norm = torch.cat([each.flatten() for each in wanted.values()]).norm()
+        off = max(float((found[key] - each).norm() / norm) for key, each in wanted.items())
+        assert off <= TOLERANCE, f"{name}: gradients off by {off:.1e}"
+    batch = packed("llava_onevision", make_samples("llava_onevision", ["v"], seed=4))
+    with pytest.raises(ConfigError, match="there are videos, whose features this model pools"):
+        run_layers(from_transformers(make_video_model("llava_onevision")), batch)
 
 
 def test_an_empty_micro_batch_adds_nothing_and_specs_need_no_pixels():

@@ -183,9 +183,8 @@ def test_flash_attention_gets_the_borders_of_the_samples(name, model, monkeypatc
 def test_positions_of_qwen_are_those_of_the_reference():
     model, batch = make_model("qwen2_vl"), make_batch("qwen2_vl", MIXED, seed=5)
     grids, config = batch.image_grid_thw, model.config
-    rows = rotary_positions(
-        batch.input_ids, batch.cu_seqlens, grids, IMAGE, config.vision_config.spatial_merge_size
-    )
+    merge = config.vision_config.spatial_merge_size
+    rows = rotary_positions(batch.input_ids == IMAGE, batch.cu_seqlens, grids, merge)
     taken = 0
     for count, (start, end) in zip(MIXED, pairwise(batch.cu_seqlens.tolist()), strict=True):
         ids = batch.input_ids[start:end][None]
