@@ -64,6 +64,16 @@ class StepStream:
         return self._config
 
     @property
+    def epochs_vary(self) -> bool:
+        """Whether `len` is this epoch's number of steps, and others have other numbers."""
+        return self._config.regroup is not None or self._config.mixing_weights is not None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no step of this epoch is left; may plan the next one, for which all ranks ask."""
+        return not self._steps.remaining
+
+    @property
     def is_evaluation(self) -> bool:
         """Whether every iterator gives the same whole pass (`shuffle=False`)."""
         return not self._config.shuffle

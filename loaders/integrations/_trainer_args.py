@@ -1,5 +1,6 @@
-"""Arguments of trainers that contradict a loader: one line for each."""
+"""A trainer's loader, and its arguments that contradict one: one line for each."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
@@ -71,3 +72,33 @@ def check_loader(args: TrainingArguments, loader: StepStream) -> None:
             f"{given[1]}; make TrainingArguments first, or give the loader "
             "dp_rank=args.process_index, dp_world_size=args.world_size"
         )
+
+
+def loader_of(
+    dataset: Any, args: TrainingArguments, model: Any, options: Mapping[str, Any]
+) -> StepStream:
+    """`dataset` if it is a loader; else a `BalancedLoader` of it for `model`, with `options`."""
+    if isinstance(dataset, StepStream):
+        if options:
+            raise ConfigError(
+                f"loader_options are {dict(options)!r}, but train_dataset is a loader; give them "
+                "to the loader"
+            )
+        return dataset
+    if dataset is None or isinstance(dataset, str):
+        raise ConfigError(f"train_dataset is {dataset!r}; give a loader, or a dataset of records")
+    from loaders.online.loader import BalancedLoader  # noqa: PLC0415  needs the packer
+
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    given: dict[str, Any] = {
+        "model": name,
+        "micro_batches_per_step": args.gradient_accumulation_steps,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        **options,
+    }
+    if not given["model"]:
+        raise ConfigError(
+            "the model has no name or folder to count samples by; give "
+            'loader_options={"model": a preset, a folder or a Hub id}'
+        )
+    return BalancedLoader(dataset, **given)

@@ -14,8 +14,8 @@ from loaders.step_stream import StepStream
 
 STATE_KEY = "isobatch_loader"
 """Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
-LENGTH_KEY = "isobatch_steps_per_epoch"
-"""Key of what `num_train_epochs` was counted in, in the same place."""
+GROUPS_KEY = "isobatch_groups_per_step"
+"""Key of what says in which steps `num_train_epochs` was counted, in the same place."""
 
 
 class TrainSteps:
@@ -30,17 +30,30 @@ class TrainSteps:
     batch_size, drop_last, prefetch_factor = None, False, None
 
     def __init__(
-        self,
-        loader: StepStream,
-        args: TrainingArguments,
-        state: Callable[[], TrainerState],
+        self, loader: StepStream, args: TrainingArguments, state: Callable[[], TrainerState]
     ) -> None:
         self._loader, self._args, self._state = loader, args, state
-        self._steps_per_epoch = len(loader)
+        self._has_epochs = args.max_steps <= 0
+        self.ends_with_loader = (
+            self._has_epochs and loader.epochs_vary and float(args.num_train_epochs).is_integer()
+        )
+        """Whether the loader's epochs say when to end, and not a number of steps."""
+        self._steps_per_epoch = args.max_steps
+        if self._has_epochs or not loader.epochs_vary:
+            _ = loader.is_at_end  # plans a first window, of which `len` is estimated
+            self._steps_per_epoch = len(loader)
+        self._groups_per_step = loader.config.micro_batches_per_step * args.world_size
         self._stream: Iterator[Step] | None = None
+        self._first_epoch = 0
 
     def __len__(self) -> int:
         return self._steps_per_epoch * self._args.gradient_accumulation_steps
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the loader has given all steps of the epochs that were asked for."""
+        epochs = self._loader.epoch + self._loader.is_at_end - self._first_epoch
+        return epochs >= self._args.num_train_epochs
 
     def __iter__(self) -> Iterator[Step]:
         if self._stream is None:
@@ -50,7 +63,10 @@ class TrainSteps:
     @property
     def dataset(self) -> IterableDataset[Step | None]:
         """What Trainer skips after a resume, as nothing; then the steps."""
-        steps_done = self._state().global_step % self._steps_per_epoch
+        state = self._state()
+        if state.global_step:
+            iter(self)  # a resume: now the loader's position is known
+        steps_done = state.global_step % self._steps_per_epoch
         return _AfterSkipped(self, steps_done * self._args.gradient_accumulation_steps)
 
     def close(self) -> None:
@@ -64,12 +80,14 @@ class TrainSteps:
         saved = saved_states(state)
         if STATE_KEY in saved:
             loader.load_state_dict(saved[STATE_KEY])
-            self._check_epochs(state.global_step, saved.get(LENGTH_KEY))
+            self._check_epochs(state.global_step, saved.get(GROUPS_KEY))
         elif state.global_step:
             raise ConfigError(
                 f"the checkpoint has no loader state ({STATE_KEY}); it is not a BalancedTrainer's"
             )
-        saved[LENGTH_KEY] = self._steps_per_epoch
+        else:
+            self._first_epoch = loader.epoch + loader.is_at_end
+        saved[GROUPS_KEY] = self._groups_per_step
         loader.check_ranks()  # a worker's loader cannot
         dataset = StepDataset(loader)
         if not self._args.dataloader_num_workers:
@@ -78,17 +96,17 @@ class TrainSteps:
         workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
         return iter(DataLoader(dataset, batch_size=None, **workers))
 
-    def _check_epochs(self, steps_done: int, saved_length: int | None) -> None:
-        """ConfigError if the epochs asked for cannot be counted in this run's steps."""
-        length, args = self._steps_per_epoch, self._args
-        if args.max_steps > 0 or saved_length in (None, length):
+    def _check_epochs(self, steps_done: int, saved_groups: int | None) -> None:
+        """ConfigError if the epochs asked for were counted in steps of another size."""
+        loader, groups = self._loader, self._groups_per_step
+        if not self._has_epochs or saved_groups in (None, groups):
             return
-        whole = math.ceil(args.num_train_epochs * length)
-        position = (self._loader.epoch + 1) * length - self._loader.remaining_steps
-        left = max(0, whole - position)
+        length = len(loader)
+        whole = math.ceil(self._args.num_train_epochs * length)
+        left = max(0, whole - (loader.epoch + 1) * length + loader.remaining_steps)
         raise ConfigError(
-            f"an epoch had {saved_length} steps and has {length} with these ranks and "
-            "micro-batches, so num_train_epochs cannot be counted; give max_steps="
+            f"a step has {groups} micro-batches on all ranks and had {saved_groups} when the "
+            "checkpoint was made, so num_train_epochs are other steps now; give max_steps="
             f"{steps_done + left} ({steps_done} done, {left} to the end of the last epoch)"
         )
 

@@ -7,7 +7,8 @@ its micro-batches go through Trainer's gradient accumulation, the loss is divide
 `loss_normalizer`, and the loader's state is in `trainer_state.json` of every checkpoint.
 """
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs.inputs import model_inputs
 from loaders.integrations._stand_ins import StandIns
-from loaders.integrations._trainer_args import check_arguments, check_loader
+from loaders.integrations._trainer_args import check_arguments, check_loader, loader_of
 from loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
 from loaders.integrations.torch_dataset import Step
 from loaders.step_builder import StepBatches
@@ -38,8 +39,11 @@ class BalancedMixin(_Base):
     """Trains on a loader: `class MyTrainer(BalancedMixin, SFTTrainer)`, for any kind of Trainer.
 
     `train_dataset` is a loader whose `dp_rank`, `dp_world_size` and `micro_batches_per_step` are
-    `args.process_index`, `args.world_size` and `args.gradient_accumulation_steps`. An epoch has
-    `len(loader)` steps; `args.max_steps` ends the training anywhere.
+    `args.process_index`, `args.world_size` and `args.gradient_accumulation_steps`; or a dataset of
+    records, of which a `BalancedLoader` is made with `loader_options`: `max_tokens` and others, and
+    `model` where the model does not know its name.
+
+    Training ends after the loader's `args.num_train_epochs`, or after `args.max_steps`.
     `train(resume_from_checkpoint=...)` continues with the step after the checkpoint's, on any
     number of ranks. `to_inputs` makes the model's arguments of a micro-batch: by default
     `model_inputs`, for transformers' VLMs.
@@ -55,20 +59,18 @@ class BalancedMixin(_Base):
         *,
         model: Any,
         args: TrainingArguments,
-        train_dataset: StepStream,
+        train_dataset: Any,
         eval_dataset: Any = None,
+        loader_options: Mapping[str, Any] | None = None,
         to_inputs: ToInputs | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(train_dataset, StepStream):
-            raise ConfigError(
-                f"train_dataset is {train_dataset!r}; give it a StreamingLoader or a BalancedLoader"
-            )
         if options.get("formatting_func") is not None:
             raise ConfigError("formatting_func is given; leave it out: samples are tokenised")
         shown = StandIns(eval_dataset)
         check_arguments(args, has_other_data=shown.has_other_data)
-        check_loader(args, train_dataset)
+        loader = loader_of(train_dataset, args, model, loader_options or {})
+        check_loader(args, loader)
         args.per_device_train_batch_size = 1  # so that Trainer's counts are micro-batches
         super().__init__(
             model=model,
@@ -77,21 +79,34 @@ class BalancedMixin(_Base):
             eval_dataset=shown.evaluation,
             **options,
         )
-        if not self.model_accepts_loss_kwargs:
+        # of the model before it is wrapped
+        plain, config = _without_adapters(self.model), getattr(self.model, "config", None)
+        if not _takes_divisor(plain):
             raise ConfigError(
-                f"{type(self.model).__name__} ignores num_items_in_batch; forward must divide by it"
+                f"{type(plain).__name__} ignores num_items_in_batch; forward must divide by it"
             )
-        self.loader = self.train_dataset = train_dataset
+        self.model_accepts_loss_kwargs = True  # LLaMA-Factory denies it of models with images
+        self.loader = self.train_dataset = loader
         self.eval_dataset = shown.with_loaders(self.eval_dataset)
-        config = getattr(self.model, "config", None)  # of the model before it is wrapped
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
         self._train_steps: TrainSteps | None = None
         self._num_own_tokens = 0
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self, *_: Any) -> Any:
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
         self._train_steps = TrainSteps(self.loader, self.args, lambda: self.state)
         return self._train_steps
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        """As Trainer's, but its epochs are not over before a loader's whose epochs vary."""
+        num_epochs, *others = super().set_initial_training_values(*args)
+        return num_epochs if self._ending is None else 2 * num_epochs, *others
+
+    @property
+    def _ending(self) -> TrainSteps | None:
+        """The training's steps if they know where it ends, and not Trainer."""
+        steps = self._train_steps
+        return steps if steps is not None and steps.ends_with_loader else None
 
     def train(self, *args: Any, **options: Any) -> Any:
         """As Trainer's; then the loader's threads end."""
@@ -103,9 +118,17 @@ class BalancedMixin(_Base):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """The next step's arguments of the model, and what its losses are divided by."""
-        step = next(epoch_iterator)
+        if self._ending is not None and self._ending.are_over:
+            self.control.should_training_stop = True  # resumed after the last step
+            return [], None
+        step = next(epoch_iterator, None)
+        if step is None:
+            raise ConfigError("the loader has no more steps; leave out its `epochs`")
+        if self._ending is not None:
+            done, whole = self.state.global_step + 1, self.state.max_steps  # with this step
+            self.state.max_steps = done if self._ending.are_over else max(whole, done + 1)
         # Trainer saves only after a whole step, which is then this one
         saved_states(self.state)[STATE_KEY] = step.state
         first = step.micro_batches[0]
@@ -220,7 +243,7 @@ class BalancedMixin(_Base):
 
 
 class BalancedTrainer(BalancedMixin, Trainer):
-    """transformers' Trainer on a loader: `BalancedTrainer(model=, args=, train_dataset=loader)`."""
+    """transformers' Trainer on a loader, or on a dataset through a `BalancedLoader`."""
 
 
 class _EvaluationPass:
@@ -236,3 +259,16 @@ class _EvaluationPass:
             self.num_labels += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
             self.num_samples += sum(batch.num_samples for batch in step)
             yield step
+
+
+def _without_adapters(model: Any) -> Any:
+    """The model that PEFT has wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _takes_divisor(model: Any) -> bool:
+    """Whether its loss is divided by `num_items_in_batch`, as Trainer finds it out."""
+    if (accepts := getattr(model, "accepts_loss_kwargs", None)) is not None:
+        return bool(accepts)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)

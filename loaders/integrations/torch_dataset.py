@@ -63,9 +63,12 @@ class StepDataset(IterableDataset[Step]):
                 f"num_workers is {worker.num_workers}; use 0 or 1: the loader decodes in threads"
             )
         while True:
+            num_steps = 0
             for micro_batches in self.loader:
+                num_steps += 1
                 yield Step(micro_batches, self.loader.state_dict())
-            if self.loader.is_evaluation:
+            # without steps: a BalancedLoader has given all its `epochs`
+            if self.loader.is_evaluation or not num_steps:
                 return
 
     def state_dict(self) -> dict[str, Any]:

@@ -225,6 +225,11 @@ class BalancedLoader(StepStream):
         return super().__len__()
 
     @property
+    def epochs_vary(self) -> bool:
+        """True: each epoch's windows are grouped anew."""
+        return True
+
+    @property
     def is_len_exact(self) -> bool:
         """Whether all windows of this epoch are planned, so that its steps are known."""
         return self._source.is_planned

@@ -1,0 +1,135 @@
+"""Trainers on datasets of records, which a BalancedLoader packs: epochs, a killed run, misuse."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from balance.errors import ConfigError
+from support.loading.online_data import OPTIONS, records
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from datasets import Dataset  # noqa: E402
+from tiny_internvl import make_internvl  # noqa: E402
+
+from loaders import BalancedLoader  # noqa: E402
+from loaders.integrations import hf_trainer  # noqa: E402
+from loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+class Killed(BaseException):
+    """Passes every handler that a trainer may have."""
+
+
+class KillIn(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            raise Killed
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("raw")
+    return records(folder, 60), {**OPTIONS, "data_root": str(folder), "max_tokens": 300}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Sample ids in the order in which they became inputs."""
+    found, original = [], hf_trainer.model_inputs
+
+    def watched(batch, config):
+        found.append(batch.sample_ids)
+        return original(batch, config)
+
+    monkeypatch.setattr(hf_trainer, "model_inputs", watched)
+    return found
+
+
+def make_trainer(rows, out, given=None, **options):
+    rows, packing = rows
+    args = transformers.TrainingArguments(
+        output_dir=str(out),
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{
+            "num_train_epochs": 2,
+            "gradient_accumulation_steps": 2,
+            "logging_steps": 1,
+            "save_steps": 4,
+            "learning_rate": 1e-3,
+            **options,
+        },
+    )
+    model = make_internvl(BalancedLoader(rows, **packing))
+    given = {"train_dataset": rows, "loader_options": packing, **(given or {})}
+    return BalancedTrainer(model=model, args=args, **given)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_epochs_of_a_dataset_give_every_sample_and_a_killed_run_resumes(rows, tmp_path, seen):
+    whole = make_trainer(rows, tmp_path / "whole")
+    whole.train()
+    ids = Counter(i for each in seen for i in each)
+    assert len(ids) == len(rows[0])
+    assert set(ids.values()) == {2}
+    steps = whole.state.global_step
+    assert (tmp_path / "whole" / f"checkpoint-{steps}").exists()
+    with pytest.raises(Killed):
+        make_trainer(rows, tmp_path / "killed", {"callbacks": [KillIn(6)]}).train()
+    seen.clear()
+    # a column has one type
+    images = [row.get("image", []) for row in rows[0]]
+    images = [[each] if isinstance(each, str) else each for each in images]
+    same = [row | {"image": each} for row, each in zip(rows[0], images, strict=True)]
+    as_dataset = {"train_dataset": Dataset.from_list(same)}
+    resumed = make_trainer(rows, tmp_path / "killed", as_dataset)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(seen) == 2 * (steps - 4)
+    assert losses(resumed) == losses(whole)
+    for key, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[key]), key
+    # after the last step nothing is left
+    seen.clear()
+    again = make_trainer(rows, tmp_path / "whole")
+    again.train(resume_from_checkpoint=True)
+    assert (seen, again.state.global_step) == ([], steps)
+    # on other ranks a state continues, and max_steps says for how long
+    other = make_trainer(rows, tmp_path / "killed", gradient_accumulation_steps=4)
+    with pytest.raises(ConfigError, match=r"4 micro-batches .* had 2 .* give max_steps=\d+"):
+        other.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-4"))
+    seen.clear()
+    options = {"gradient_accumulation_steps": 4, "max_steps": 6}
+    other = make_trainer(rows, tmp_path / "other", **options)
+    other.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-4"))
+    assert len(seen) == 2 * 4
+    assert hf_trainer.saved_states(other.state)[STATE_KEY] == other.loader.state_dict()
+
+
+def test_datasets_that_cannot_be_packed_are_refused(rows, tmp_path):
+    loader = BalancedLoader(rows[0], **rows[1], micro_batches_per_step=2)
+    for given, match in (
+        ({"train_dataset": None}, "train_dataset is None; give a loader, or a dataset"),
+        ({"train_dataset": "packed/"}, "give a loader, or a dataset"),
+        ({"loader_options": {"max_tokens": 400}}, "no name or folder"),
+        ({"loader_options": {"model": "tiny", "max_token": 400}}, "max_tokens"),
+        ({"train_dataset": loader}, "train_dataset is a loader; give them to the loader"),
+        ({"loader_options": rows[1] | {"micro_batches_per_step": 3}}, "steps is 2, .* 3"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            make_trainer(rows, tmp_path, given)
+    loader = BalancedLoader(rows[0], **rows[1], micro_batches_per_step=2, epochs=1)
+    given = {"train_dataset": loader, "loader_options": None}
+    with pytest.raises(ConfigError, match="leave out its `epochs`"):
+        make_trainer(rows, tmp_path, given, max_steps=1000).train()
