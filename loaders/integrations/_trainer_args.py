@@ -89,7 +89,8 @@ def loader_of(
         raise ConfigError(f"train_dataset is {dataset!r}; give a loader, or a dataset of records")
     from loaders.online.loader import BalancedLoader  # noqa: PLC0415  needs the packer
 
-    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    config = getattr(model, "config", None)
+    name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
     given: dict[str, Any] = {
         "model": name,
         "micro_batches_per_step": args.gradient_accumulation_steps,

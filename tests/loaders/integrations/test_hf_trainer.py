@@ -114,7 +114,7 @@ def test_arguments_with_which_training_would_be_wrong_are_refused(build, tmp_pat
         with pytest.raises(ConfigError, match=rf"^{name} is {value!r}; .*{match}"):
             make_trainer(build, tmp_path, **{name: value})
     for given, match in (
-        ({"train_dataset": [{"input_ids": [0]}]}, "give it a StreamingLoader"),
+        ({"train_dataset": [{"input_ids": [0]}]}, "the model has no name or folder"),
         ({"formatting_func": str}, "formatting_func is given"),
         ({"train_dataset": evaluation(build)}, "shuffle=False; leave that out"),
         (
