@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from balance.errors import first_line
+from balance.errors import DataError, first_line
 from balance.types import IntArray
 from shards.arrow.record_batch import ArrowLayout, RecordBatchMessage
 from shards.stored_group import (
@@ -41,6 +41,9 @@ BUFFER_BYTES = 1 << 20
 """Write buffer: a group's message is some forty small pieces."""
 MAGIC_BYTES = 8
 """Magic and padding before the schema of an IPC file."""
+
+MOST_FILE_BYTES = (1 << 31) - 1
+"""Of the images and videos of a group, and of its audio: offsets in them are int32."""
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
@@ -147,7 +150,10 @@ class ArrowShardWriter:
 
 
 def _binaries(files: PackedFiles) -> pa.BinaryArray:
-    """The content as an array of binaries, which it is already: no copy."""
+    """The content as an array of binaries, which it is already: no copy. DataError above 2 GiB."""
+    if (num_bytes := int(files.content_offsets[-1])) > MOST_FILE_BYTES:
+        advice = "use --format webdataset or refs, or a smaller --max-seq-len or --max-vision"
+        raise DataError(f"a group of an Arrow shard holds 2 GiB, not {num_bytes:,} bytes: {advice}")
     offsets = pa.array(files.content_offsets, pa.int32()).buffers()[1]
     buffers = [None, offsets, pa.py_buffer(files.content)]
     return pa.Array.from_buffers(pa.binary(), len(files.paths), buffers)

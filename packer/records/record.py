@@ -57,6 +57,7 @@ REASONS: dict[str, str] = {
     "no_video": "the model preset takes no videos",
     "no_audio_encoder": "the model preset has no audio encoder",
     "too_many_pixels": "an image or a frame is so large that decoding it is not safe",
+    "too_many_bytes": "the files of a sample are more than an Arrow shard holds in a group",
     "empty_image": "an image has no pixels",
     "empty_video": "a video has no frames, or no pixels",
     "empty_audio": "an audio file has no sound in it",

@@ -20,6 +20,7 @@ from balance.types import COUNT_COLUMNS, LABEL_IGNORE, FloatArray, IntArray
 from packer.media.image_header import check_png
 from packer.records.extras import typed
 from packer.records.media import FRAMES, Blobs, Media, SampleProblem, read_into
+from shards.arrow_shards import MOST_FILE_BYTES
 from shards.folders import is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat
@@ -255,6 +256,10 @@ def _read_sample(
 ) -> SampleProblem | None:
     """Read the files of a sample; refs too, so that every format rejects the same samples."""
     place, images, audios = job
+    for files in (images, audios) if config.format == "arrow" else ():
+        if (num_bytes := sum(len(view) for _, view in files)) > MOST_FILE_BYTES:
+            advice = "an Arrow shard's group holds 2 GiB; use --format webdataset or refs"
+            return SampleProblem("too_many_bytes", f"{num_bytes:,} bytes: {advice}")
     root = open_folder(place, follow_links=config.follow_links)
     try:
         for media, view in (*images, *audios):

@@ -10,10 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, DataError
 from balance.media.frame_archive import pack_frames
 from loaders import StreamingLoader
 from loaders.read.build import open_build
+from packer.write import pack_samples
+from shards import arrow_shards
 from support.builds.packed import build, read_samples
 from support.odd_videos import encoded, picture
 
@@ -200,3 +202,31 @@ def test_every_format_holds_the_files_and_the_loader_decodes_them(tmp_path, plai
         with_files.close()
     with pytest.raises(ConfigError, match="a list of images is no file of its own"):
         build(plain[0], tmp_path / "refused", **OPTIONS, format="refs")
+
+
+def test_more_bytes_than_a_group_holds_are_one_line(tmp_path, plain, monkeypatch):
+    monkeypatch.setattr(pack_samples, "MOST_FILE_BYTES", len(FILM) + 10)
+    summary = build(plain[0], tmp_path / "one", **OPTIONS | {"max_rejected": 1.0})
+    assert summary.rejected["too_many_bytes"].number == 1
+    assert "--format webdataset" in summary.rejected["too_many_bytes"].first
+    build(plain[0], tmp_path / "tar", **OPTIONS, format="webdataset")
+    monkeypatch.undo()
+    monkeypatch.setattr(arrow_shards, "MOST_FILE_BYTES", len(FILM) + 10)
+    with pytest.raises(DataError, match="a group of an Arrow shard holds 2 GiB"):
+        build(plain[0], tmp_path / "group", **OPTIONS)
+
+
+def test_a_tar_of_clips_and_captions_is_documents(tmp_path):
+    """As video2dataset writes them: a clip, its caption, and what was downloaded."""
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    raw.mkdir()
+    with tarfile.open(raw / "a.tar", "w") as archive:
+        about = json.dumps({"caption": "A film.", "status": "success", "url": "x"}).encode()
+        for name, content in (("0.mp4", FILM), ("0.json", about), ("0.txt", b"A film.")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    build(raw, out, **OPTIONS)
+    (sample,) = read_samples(out)
+    assert sample["images"] == [FILM]
+    assert sample["image_frames"] == [12]
