@@ -71,6 +71,9 @@ def _open(av: Any, content: bytes | memoryview) -> tuple[Any, Any]:
     options = {"format_whitelist": CONTAINERS}
     container = av.open(BytesIO(content), options=options, metadata_errors="ignore")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        container.close()
+        raise ValueError("PyAV has no decoder for its codec")
     stream.codec_context.thread_count = 1  # the loader has threads of its own
     return container, stream
 

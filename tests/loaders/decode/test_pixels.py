@@ -169,7 +169,10 @@ def test_normalising_on_a_device_gives_the_same_bits(name: str) -> None:
     patches = extract_patches(rule, random_image(np.random.default_rng(14), 120, 90))
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (rule.mean, rule.std))
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
-    for raw in (patches, patches[0]):  # an image has three dimensions
+    raws = [patches, patches[0]]  # an image has three dimensions
+    if name == "qwen2_vl":  # a video's have two frames
+        raws.insert(0, torch.stack([patches, patches.flip(0)], dim=2))
+    for raw in raws:
         on_device = _normalize_on_device(rule, raw, scale, shift)
         assert torch.equal(on_device, normalize(rule, raw))
     assert on_device.shape == patches[0].shape

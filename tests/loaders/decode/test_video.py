@@ -131,6 +131,33 @@ def test_videos_that_cannot_be_decoded_are_one_line() -> None:
         assert not isinstance(caught.value, VideoRejected)
 
 
+def test_damaged_files_are_one_line_or_decode() -> None:
+    """Bytes that are changed, cut off, blanked or added, most of them in the headers."""
+    drawn, lines = random.Random(8), list[str]()
+    clips = [make_clip(30, codec=codec) for codec in CODECS]
+    for _ in range(20 * DRAWS):
+        clip = drawn.choice(clips)
+        content = bytearray(clip.content)
+        place = drawn.randrange(drawn.choice([600, len(content)]))
+        match drawn.randrange(4):
+            case 0:
+                content[place : place + 3] = drawn.randbytes(3)
+            case 1:
+                del content[place:]
+            case 2:
+                content[place : place + 400] = bytes(len(content[place : place + 400]))
+            case _:
+                content[place:place] = drawn.randbytes(drawn.randrange(1, 100))
+        try:
+            frames = list(decode_frames(bytes(content), clip.facts, (0, 7, 8, 29)))
+        except DataError as error:
+            lines.append(str(error))
+        else:
+            assert [frame.shape for frame in frames] == [(48, 64, 3)] * 4
+    assert len(lines) > 5 * DRAWS
+    assert not any("\n" in line for line in lines)
+
+
 def test_without_pyav_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ConfigError, match=r"pip install 'isobatch\[video\]'"):
