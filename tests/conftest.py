@@ -56,8 +56,12 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 def pytest_collection_modifyitems(items):
-    """Ray's tests first: at the end, one worker would be left alone with them for minutes."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    """Long tests first, Ray's before all: at the end, one worker would be left alone with them for
+    minutes. Those with a server next to one another: each worker that comes to one starts it.
+    """
+    marks = ("ray", "server", "slow")
+    files = {mark: {each.path for each in items if each.get_closest_marker(mark)} for mark in marks}
+    items.sort(key=lambda item: [item.path not in files[mark] for mark in marks])
 
 
 def pytest_collection_finish():

@@ -11,7 +11,7 @@ from ablation.data import loads_of
 from ablation.plans import CAREFUL, PAPERS
 from ablation.ranks import Row
 from ablation.real import REPEATS, Trainer
-from ablation.shapes import SHAPES
+from ablation.shapes import SHAPES, Shape
 from ablation.variants import Variant
 from balance.types import Counts, Groups, IntArray
 from engine.simulator.evaluate import evaluate
@@ -39,16 +39,17 @@ def run(
     samples_per_step: int = SAMPLES_PER_STEP,
     repeats: int = REPEATS,
     sizes: Sequence[float] = SIZES,
+    shape: Shape = SHAPE,
 ) -> list[Row]:
-    """All ingredients, on this rank of 2."""
-    counts = SHAPE.samples(samples_per_step * num_steps)
+    """All ingredients, on this rank of 2. `shape`: `SHAPE`, or with fewer layers."""
+    counts = shape.samples(samples_per_step * num_steps)
     drawn = np.arange(len(counts)).reshape(num_steps, -1)
     fixed = [
         tuple((packed(counts, samples, round(size * SEQ_LEN)),) for samples in drawn)
         for size in sizes
     ]
     data = [(steps, False) for steps in fixed]
-    trainer = Trainer(SHAPE, counts, STAGES, data, frozen_encoder=True, repeats=repeats)
+    trainer = Trainer(shape, counts, STAGES, data, frozen_encoder=True, repeats=repeats)
     nothing = np.zeros(trainer.num_layers, np.bool_)
     borders = behind_encoder(trainer, fixed[0][0][0])
     before = Variant(name=PAPERS, steps=fixed[0], padded=False, borders=borders, recompute=nothing)

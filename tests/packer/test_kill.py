@@ -99,6 +99,7 @@ def ray_cluster():
             head.communicate("\n", timeout=RUN_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "kills"), [("local", 10), pytest.param("ray", 3, marks=NEEDS_RAY)]
 )

@@ -78,6 +78,7 @@ FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), (4, FOUR)])
 def test_gradients_and_losses_equal_one_process(tmp_path, world_size, cases):
     run_cases(str(tmp_path), world_size, cases)

@@ -58,6 +58,7 @@ def told(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_one_process_in_every_step_of_an_epoch(told):
     for rank in told:
         for balance in BALANCES:

@@ -72,6 +72,7 @@ def of_ranks(folder, name, count=2):
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "name"), [*(("two", case.name) for case in TWO), ("four", "replicas")]
 )

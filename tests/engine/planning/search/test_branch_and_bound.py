@@ -46,6 +46,7 @@ def check(costs, schedule, memory, best):
     assert outcome.fits(memory)
 
 
+@pytest.mark.slow
 @for_each("seed", range(40))
 def test_nothing_beats_it_of_all_partitions_and_all_subsets_of_recomputed_layers(seed):
     costs, schedule, memory = instance(seed, most_layers=6)

@@ -215,6 +215,7 @@ def check(losses, expected, what, tolerance=TOLERANCE["fp32"]):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_goes_on_with_the_same_losses_on_any_stages_and_replicas(tmp_path, family):
     saved_by, _ = FAMILIES[family]

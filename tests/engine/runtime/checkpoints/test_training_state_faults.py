@@ -68,6 +68,7 @@ def test_what_one_rank_cannot_write_is_told_by_all_and_training_goes_on(tmp_path
     assert said[0]["save"]["text"] == said[1]["save"]["text"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_by_all_and_the_state_before_can_be_used(tmp_path, small_disk):
     disk, inside = small_disk("4m")
     program = TESTS / "support" / "rank_programs" / "rank_saving_faults.py"
