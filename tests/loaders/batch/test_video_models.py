@@ -51,3 +51,14 @@ def test_packs_with_videos_are_as_their_samples_alone(name: str) -> None:
         norm = torch.cat([each.flatten() for each in wanted.values()]).norm()
         off = max(float((found[key] - each).norm() / norm) for key, each in wanted.items())
         assert off <= TOLERANCE, f"{kinds}: gradients off by {off:.1e}"
+
+
+def test_samples_with_videos_of_a_model_with_linear_attention_are_as_alone() -> None:
+    """By themselves: several need kernels that keep them apart."""
+    model = make_video_model("qwen3_5")
+    for sample in make_samples("qwen3_5", ["v", "ivl"], seed=2):
+        expected = model(**alone("qwen3_5", sample)).loss.item()
+        batch = packed("qwen3_5", [sample])
+        assert model(**model_inputs(batch, model.config)).loss.item() == pytest.approx(
+            expected, rel=TOLERANCE
+        )

@@ -43,9 +43,11 @@ from support.models.family_models import (
     END,
     IMAGE,
     PINPOINTS,
+    ROPE,
     SIDE,
     START,
     TEXT,
+    TOKENS,
     make_family_model,
 )
 from support.oracles.video_processors import taken
@@ -86,23 +88,32 @@ RULES: dict[str, tuple[VisionRule, VideoRule]] = {
     ),
 }
 """Family -> rules of its images and videos."""
-OWN_TOKEN = {"qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_onevision"}
+RULES["qwen2_vl"] = RULES["qwen2_5_vl"]
+OWN_TOKEN = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_onevision"}
 """Families whose videos have a token of their own."""
 
 
 def make_video_model(name: str) -> Any:
     """A tiny model of a family with random weights."""
-    if name != "internvl":
+    if name not in ("internvl", "qwen2_vl"):
         model = make_family_model(name)
         if name == "qwen2_5_vl":
             model.config.vision_config.tokens_per_second = 4
         return model
     torch.manual_seed(0)
-    vision = {"image_size": [SIDE, SIDE], "patch_size": [7, 7], "hidden_size": 16}
-    vision |= {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.InternVLConfig(
-        vision_config=vision, text_config={"model_type": "qwen2", **TEXT}, image_token_id=IMAGE
-    )
+    vision: dict[str, Any] = {"num_heads": 2, "embed_dim": 16, "hidden_size": 32, "depth": 2}
+    config: Any
+    if name == "internvl":
+        vision = {"image_size": [SIDE, SIDE], "patch_size": [7, 7], "hidden_size": 16}
+        vision |= {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.InternVLConfig(
+            vision_config=vision, text_config={"model_type": "qwen2", **TEXT}, image_token_id=IMAGE
+        )
+    else:
+        text = {**TEXT, "rope_parameters": dict(ROPE)}
+        config = transformers.Qwen2VLConfig(
+            vision_config={**vision, "patch_size": 4}, text_config=text, **TOKENS
+        )
     return transformers.AutoModelForImageTextToText.from_config(config).eval()
 
 
