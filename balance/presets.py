@@ -116,10 +116,13 @@ class VitShape(EncoderShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioEncoderShape(EncoderShape):
-    """An audio encoder with its two convolutions, and the projector after it."""
+    """An audio encoder with its convolutions, and the projector after it."""
 
     frame_values: int
     """Mel bins that the first convolution reads per frame of the spectrogram."""
+    conv_channels: int | None = None
+    """Channels of three convolutions that halve frames and mel bins each, and a matrix after them
+    (Qwen3-Omni); None: two convolutions over frames, the second with a stride (Whisper)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +372,7 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
 
 _ALWAYS_WRITTEN = {
     *("min_patches", "thumbnail", "prefix", "suffix", "query_key_norm", "layer_scale"),
-    *(option.name for option in fields(AudioRule)),
+    *("sampling_rate", "hop_length", "conv_stride", "downsample", "window_frames"),
 }
 """Options with a default that version 0.1 wrote."""
 

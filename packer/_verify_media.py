@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from balance.errors import ConfigError, MediaRejected
-from balance.media.audio_tokens import plan_audio
+from balance.media.audio_tokens import resampled_length
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import read_header
 from packer.media.video_header import read_video_header
@@ -103,4 +103,4 @@ def _numbers(content: Any, kind: str, name: str, manifest: Manifest) -> tuple[fl
     audio = read_audio_header(cast("BinaryIO", content), name)
     if manifest.model.audio is None:
         raise SampleProblem("no_audio_encoder", name)
-    return (plan_audio(manifest.model.audio, audio.num_samples, audio.sampling_rate).num_samples,)
+    return (resampled_length(manifest.model.audio, audio.num_samples, audio.sampling_rate),)

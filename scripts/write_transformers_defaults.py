@@ -21,6 +21,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TARGET = Path(__file__).resolve().parent.parent / "configs" / "transformers_defaults.toml"
 
+AUDIO = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+"""Families whose audio a reader looks at."""
 MODELS = (
     *(
         "qwen2_vl",
@@ -34,13 +36,15 @@ MODELS = (
     ),
     *("glm4v_moe", "llava", "llava_next", "llava_onevision", "internvl", "gemma3", "paligemma"),
     *("idefics3", "smolvlm", "mistral3", "gemma4", "minicpmv4_6"),
-    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+    *AUDIO,
 )
 """Families, with the types of their parts."""
 TEXTS = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")
 VISIONS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 
 _READ = """
+d_model downsample_hidden_size encoder_attention_heads encoder_ffn_dim encoder_layers n_window
+n_window_infer num_mel_bins output_dim
 depth embed_dim first_k_dense_replace fullatt_block_indexes deepstack_visual_indexes head_dim
 downsample_ratio hidden_size image_seq_length image_size in_channels intermediate_size
 linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
@@ -93,7 +97,9 @@ def config_defaults() -> dict[str, Any]:
     for name in MODELS:
         values = AutoConfig.for_model(name).to_dict()
         found[name] = _kept(values)
-        for part in ("text_config", "vision_config"):
+        for part in ("text_config", "vision_config", "audio_config"):
+            if name not in AUDIO and part == "audio_config":
+                continue
             if (own := _kept(values[part] or {})) == {}:
                 continue
             kind = own["model_type"]
@@ -159,6 +165,12 @@ def video_processor_defaults() -> dict[str, Any]:
     return found
 
 
+def feature_extractor_defaults() -> dict[str, Any]:
+    """By class: the settings of a feature extractor of audio that was given nothing."""
+    values = json.loads(transformers.WhisperFeatureExtractor().to_json_string())
+    return {values.pop("feature_extractor_type"): values}
+
+
 def toml_text() -> str:
     """The whole file."""
     lines = [
@@ -167,6 +179,7 @@ def toml_text() -> str:
     ]
     tables = {
         **{f"config.{name}": table for name, table in sorted(config_defaults().items())},
+        **{f"feature_extractor.{k}": v for k, v in feature_extractor_defaults().items()},
         **{f"image_processor.{k}": v for k, v in sorted(image_processor_defaults().items())},
         **{f"video_processor.{k}": v for k, v in sorted(video_processor_defaults().items())},
     }

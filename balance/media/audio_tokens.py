@@ -1,22 +1,25 @@
 """Length of an audio clip and the model's rule -> encoder and LLM tokens.
 
-The packer counts with `plan_audio` from the headers of audio files. The numbers are those of the
-clip alone: an audio encoder's convolutions need padded batches, and what that costs depends on the
-batch (`balance.steps.post_balancing`). Pure.
+The packer counts with `plan_clip` from the headers of audio files, the loader cuts by the same
+plans. The numbers are those of the clip alone: an audio encoder's convolutions need padded batches,
+and what that costs depends on the batch (`balance.steps.post_balancing`). Pure.
 """
 
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from balance.config import check_positive
 from balance.errors import ConfigError, MediaRejected
+from balance.types import IntArray
+
+Frames = TypeVar("Frames", int, IntArray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioRule:
     """Whisper: a frame per `hop_length` samples, a strided convolution, fewer tokens for the LLM.
 
-    A clip longer than a window goes through the encoder as several: full ones, and one with the
-    rest. A window is a whole number of LLM tokens, so cutting loses none. Every number is positive.
+    A window is a whole number of LLM tokens, so cutting loses none. Every number is positive.
     """
 
     sampling_rate: int = 16_000
@@ -29,6 +32,16 @@ class AudioRule:
     """Encoder tokens per LLM token; a rest of fewer gives none (Qwen2-Audio)."""
     window_frames: int = 3000
     """Frames that the encoder takes together: 30 s, Whisper's 1,500 positions."""
+    long_clips: Literal["cut", "reject", "whole"] = "cut"
+    """A clip longer than a window: "cut" into full windows and one with the rest; "reject", where
+    the model's processor would drop the rest (Qwen2.5-Omni); "whole", any length is one window, and
+    what follows the last sample is that of the sample's longest clip (Qwen3-Omni).
+    """
+    chunk_frames: int | None = None
+    """Frames that the convolutions take together, whose last token may be incomplete; None: all of
+    a window."""
+    attention_frames: int | None = None
+    """Frames whose tokens attend to each other, whole chunks; None: all of a window."""
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -37,11 +50,35 @@ class AudioRule:
                 f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"
                 f" downsample = {self.frames_per_token}, so that cutting long clips loses no tokens"
             )
+        if (self.attention_frames or 0) % (self.chunk_frames or self.conv_stride):
+            raise ConfigError(
+                f"attention_frames = {self.attention_frames}: must be a multiple of chunk_frames or"
+                f" conv_stride, {self.chunk_frames or self.conv_stride}"
+            )
 
     @property
     def frames_per_token(self) -> int:
         """Frames per LLM token."""
         return self.conv_stride * self.downsample
+
+    @property
+    def frame_length(self) -> int:
+        """Samples that a frame is made of: 25 ms, Whisper's Fourier transform."""
+        return self.sampling_rate // 40
+
+    def encoder_tokens(self, frames: Frames) -> Frames:
+        """Encoder tokens of one window, or of each."""
+        if self.chunk_frames is None:
+            return -(-frames // self.conv_stride)
+        chunks, rest = frames // self.chunk_frames, frames % self.chunk_frames
+        return chunks * -(-self.chunk_frames // self.conv_stride) - (-rest // self.conv_stride)
+
+    def attention_squares(self, tokens: IntArray) -> IntArray:
+        """Sum of the squared lengths of what attends together, of windows of so many tokens."""
+        span = self.encoder_tokens(self.attention_frames or self.window_frames)
+        if self.attention_frames is None:
+            return tokens**2
+        return tokens // span * span**2 + (tokens % span) ** 2
 
 
 class AudioRejected(MediaRejected):
@@ -64,12 +101,22 @@ class AudioPlan:
     """Positions of the LLM sequence that audio features fill, wrappers not included."""
 
 
-def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPlan:
-    """What a clip of `num_samples` per channel at `sampling_rate` per second becomes under `rule`.
+def resampled_length(rule: AudioRule, num_samples: int, sampling_rate: int) -> int:
+    """Samples of a clip at the rule's rate: ceil(num_samples * up / down), as
+    `scipy.signal.resample_poly` gives.
+    """
+    if sampling_rate < 1:
+        raise ValueError(f"sampling_rate is {sampling_rate}; give the clip's samples per second")
+    return -(-num_samples * rule.sampling_rate // sampling_rate)
 
-    Resampling gives ceil(num_samples * up / down) samples, as `scipy.signal.resample_poly` does;
-    the last frame and encoder token may be incomplete, as Whisper's attention mask counts them.
-    Raises AudioRejected (`empty_audio`) for a clip without samples, or too short for one token.
+
+def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPlan:
+    """What a clip of `num_samples` per channel at `sampling_rate` per second, alone in its sample,
+    becomes under `rule`.
+
+    The last frame and encoder token may be incomplete, as Whisper's attention mask counts them.
+    Raises AudioRejected: `empty_audio` for a clip without samples, or too short for one token,
+    `long_audio` for one that the model's processor would cut off.
 
     >>> plan = plan_audio(AudioRule(downsample=2), 8_000 * 31, 8_000)
     >>> plan.num_samples, plan.num_windows, plan.num_frames
@@ -77,25 +124,46 @@ def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPl
     >>> plan.num_encoder_tokens, plan.num_audio_tokens
     (1550, 775)
     """
-    if sampling_rate < 1:
-        raise ValueError(f"sampling_rate is {sampling_rate}; give the clip's samples per second")
-    if num_samples < 1:
+    length = resampled_length(rule, num_samples, sampling_rate)
+    return plan_clip(rule, length, length)
+
+
+def plan_clip(rule: AudioRule, length: int, longest: int) -> AudioPlan:
+    """What a clip of a sample becomes; both in samples at the rule's rate, `longest` of all clips
+    of the sample.
+
+    Raises as `plan_audio` does.
+    """
+    if length < 1:
         raise AudioRejected("empty_audio", "the clip has no samples; remove it")
-    resampled = -(-num_samples * rule.sampling_rate // sampling_rate)
-    num_frames = -(-resampled // rule.hop_length)
+    num_frames, num_windows = -(-length // rule.hop_length), 1
+    if rule.long_clips == "whole":
+        # the longest clip has no frame of its last, incomplete hop
+        num_frames = min(num_frames, longest // rule.hop_length)
+        # the first frame is half of a clip's reflection, which must be that long
+        num_frames = num_frames if longest > rule.frame_length // 2 else 0
+    else:
+        num_windows = -(-num_frames // rule.window_frames)
+    if num_windows > 1 and rule.long_clips == "reject":
+        most = rule.window_frames * rule.hop_length / rule.sampling_rate
+        raise AudioRejected(
+            "long_audio",
+            f"the clip of {length / rule.sampling_rate:,.1f} s is longer than the {most:g} s that"
+            " the model's processor takes; cut it into several",
+        )
     # windows hold whole LLM tokens, so the sums over them are those of the clip in one piece
-    num_encoder_tokens = -(-num_frames // rule.conv_stride)
+    num_encoder_tokens = rule.encoder_tokens(num_frames)
     num_audio_tokens = num_encoder_tokens // rule.downsample
     if num_audio_tokens == 0:
         raise AudioRejected(
             "empty_audio",
-            f"the clip of {1e3 * num_samples / sampling_rate:.3g} ms is too short: the model makes"
+            f"the clip of {1e3 * length / rule.sampling_rate:.3g} ms is too short: the model makes"
             f" one token of {rule.downsample} encoder tokens, and it has {num_encoder_tokens};"
             " remove it",
         )
     return AudioPlan(
-        num_samples=resampled,
-        num_windows=-(-num_frames // rule.window_frames),
+        num_samples=length,
+        num_windows=num_windows,
         num_frames=num_frames,
         num_encoder_tokens=num_encoder_tokens,
         num_audio_tokens=num_audio_tokens,

@@ -189,6 +189,26 @@ class ModelFiles:
             return None
         return JsonTable(values, f"{self.where}/{name}", defaults)
 
+    def audio_table(self, kind: str) -> JsonTable:
+        """The settings of the audio's feature extractor, which must be of the class `kind`.
+
+        In old files they are next to the image processor's. ConfigError if there are none.
+        """
+        defaults = _defaults()["feature_extractor"][kind]
+        values, where = self.processor.get("feature_extractor"), PROCESSOR_NAME
+        if not isinstance(values, dict):
+            known, where = (*defaults, "feature_extractor_type"), IMAGE_PROCESSOR_NAME
+            values = {key: each for key, each in self.image_processor.items() if key in known}
+        table = JsonTable(values, f"{self.where}/{where}", defaults)
+        if "feature_extractor_type" not in values:
+            raise ConfigError(
+                f"model {self.where}: neither {PROCESSOR_NAME} nor {IMAGE_PROCESSOR_NAME} has a"
+                " feature_extractor_type; save both with transformers' AutoProcessor"
+                ".from_pretrained(...).save_pretrained(FOLDER)"
+            )
+        table.require("feature_extractor_type", kind)
+        return table
+
     def named_token(self, key: str, otherwise: str = "") -> str:
         """A token that the tokenizer names (`image_token`), or the processor's own default.
 

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+from balance.media.audio_tokens import AudioRule
 from balance.media.rules import NativeRule
 from balance.model_folder.files import ModelFiles
 from balance.model_folder.json_table import JsonTable
 from balance.model_folder.pixels import HARMLESS, edges, pixels_of
 from balance.model_folder.shapes import llm_shape, part_of
-from balance.presets import MediaMarkup, ModelPreset, VitShape
+from balance.presets import AudioEncoderShape, MediaMarkup, ModelPreset, VitShape
 
 _QWEN = "Qwen2VLImageProcessor"
 _GLM = ("Glm4vImageProcessor", "Glm46VImageProcessor")
@@ -16,6 +17,10 @@ _AUDIO_HARMLESS = (
     *("nb_max_frames", "padding_side", "padding_value", "return_attention_mask", "sampling_rate"),
 )
 """Settings of Omni models' audio in the same old file."""
+_SAMPLING_RATE = 16_000
+"""What the Omni processors ask their feature extractor for."""
+_N_WINDOW = 50
+"""Half a chunk of Qwen3-Omni's encoder, whose 13 tokens are written in transformers' code."""
 _MAX_ASPECT_RATIO = 200.0
 """`smart_resize` of transformers raises above it."""
 
@@ -28,7 +33,7 @@ def read_qwen_vl(files: ModelFiles) -> ModelPreset:
 
 
 def read_qwen_omni(files: ModelFiles) -> ModelPreset:
-    """Qwen2.5-Omni and Qwen3-Omni: images of the thinker; their audio is not supported yet."""
+    """Qwen2.5-Omni and Qwen3-Omni: images and audio of the thinker."""
     kind, config = f"{files.model_type}_thinker", files.config_table().table("thinker_config")
     thinker = replace(files, config={**config.given, "model_type": kind})
     markup = MediaMarkup(
@@ -36,7 +41,77 @@ def read_qwen_omni(files: ModelFiles) -> ModelPreset:
         prefix=files.named_token("vision_bos_token"),
         suffix=files.named_token("vision_eos_token"),
     )
-    return _qwen(files, thinker, markup)
+    heard = MediaMarkup(
+        token=files.named_token("audio_token"),
+        prefix=files.named_token("audio_bos_token"),
+        suffix=files.named_token("audio_eos_token"),
+    )
+    encoder = part_of(thinker, "audio_config")
+    return replace(
+        _qwen(files, thinker, markup),
+        description=f"{files.model_type}: native resolution and audio, from the model's own files",
+        audio_markup=heard,
+        audio=_audio_rule(files, encoder),
+        audio_encoder=_audio_shape(encoder),
+    )
+
+
+def _audio_rule(files: ModelFiles, encoder: JsonTable) -> AudioRule:
+    """Qwen2.5-Omni's extractor pads to its longest clip, Qwen3-Omni's to that of the sample."""
+    audio = files.audio_table("WhisperFeatureExtractor")
+    audio.require("sampling_rate", _SAMPLING_RATE)
+    audio.require("n_fft", _SAMPLING_RATE // 40)
+    audio.require("feature_size", encoder.count("num_mel_bins"))
+    audio.require("dither", 0)
+    audio.require("padding_side", "right")
+    audio.require("padding_value", 0)
+    hop, chunk = audio.count("hop_length"), 2 * encoder.count("n_window")
+    longest = audio.count("chunk_length") * _SAMPLING_RATE
+    if longest % hop:
+        raise audio.wrong("hop_length", f"only a divisor of {longest}, chunk_length, is supported")
+    # derived, or replaced by the processor
+    audio.require_read(("processor_class", "n_samples", "nb_max_frames", "return_attention_mask"))
+    if "n_window_infer" not in encoder:
+        return AudioRule(
+            sampling_rate=_SAMPLING_RATE,
+            hop_length=hop,
+            downsample=2,
+            window_frames=longest // hop,
+            long_clips="reject",
+            chunk_frames=chunk,
+            attention_frames=chunk,
+        )
+    encoder.require("n_window", _N_WINDOW)
+    if encoder.count("n_window_infer") % chunk:
+        raise encoder.wrong("n_window_infer", f"only a multiple of {chunk} is supported")
+    return AudioRule(
+        sampling_rate=_SAMPLING_RATE,
+        hop_length=hop,
+        conv_stride=8,
+        downsample=1,
+        long_clips="whole",
+        chunk_frames=chunk,
+        attention_frames=encoder.count("n_window_infer"),
+    )
+
+
+def _audio_shape(encoder: JsonTable) -> AudioEncoderShape:
+    width, output = encoder.count("d_model"), encoder.count("output_dim")
+    heads = encoder.count("encoder_attention_heads")
+    is_third = "downsample_hidden_size" in encoder
+    return AudioEncoderShape(
+        num_layers=encoder.count("encoder_layers"),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=width // heads,
+        ffn_size=encoder.count("encoder_ffn_dim"),
+        gated=False,
+        projector=(width, width, output) if is_third else (width, output),
+        pooled=1 if is_third else 2,
+        frame_values=encoder.count("num_mel_bins"),
+        conv_channels=encoder.count("downsample_hidden_size") if is_third else None,
+    )
 
 
 def _qwen(files: ModelFiles, model: ModelFiles, markup: MediaMarkup) -> ModelPreset:

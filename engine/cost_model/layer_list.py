@@ -24,8 +24,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
+from balance.media.audio_tokens import AudioRule
 from balance.media.rules import NativeSizeRule
-from balance.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
+from balance.presets import (
+    AudioEncoderShape,
+    EncoderShape,
+    LlmShape,
+    ModelPreset,
+    TransformerShape,
+    VitShape,
+)
 from engine.cost_model.operations import (
     BYTES,
     Attention,
@@ -52,12 +60,8 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     passing: Sent = ()
     if model.audio_encoder is not None:
-        shape = model.audio_encoder
-        sizes = _Sizes(shape, TokenStream(phase="audio"), parallel)
-        frames = TokenStream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
-        # kernels of three frames
-        first = MatMul(inputs=3 * shape.frame_values, outputs=shape.hidden_size, stream=frames)
-        products = first, sizes.product(3 * shape.hidden_size, shape.hidden_size)
+        sizes = _Sizes(model.audio_encoder, TokenStream(phase="audio"), parallel)
+        products = _audio_embedding(model.audio_encoder, model.audio)
         layers += _encoder(sizes, "audio", products, passing, merged_from=1.0)
         passing = layers[-1].sent
     sizes = _Sizes(vit, TokenStream(phase="vision"), parallel)
@@ -69,6 +73,25 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     product = MatMul(inputs=vit.patch_values, outputs=vit.hidden_size, stream=patches)
     layers += _encoder(sizes, "vision", (product,), passing, merged_from=share)
     return (*layers, *_language_model(_Sizes(llm, TokenStream(phase="llm"), parallel), llm))
+
+
+def _audio_embedding(shape: AudioEncoderShape, rule: AudioRule | None) -> tuple[MatMul, ...]:
+    """Convolutions with kernels of three frames, or of three frames and three mel bins."""
+    tokens, width = TokenStream(phase="audio"), shape.hidden_size
+    if shape.conv_channels is None:
+        frames = TokenStream(phase="audio", per_token=rule.conv_stride if rule else 2)
+        first = MatMul(inputs=3 * shape.frame_values, outputs=width, stream=frames)
+        return first, MatMul(inputs=3 * width, outputs=width, stream=tokens)
+    # frames of a chunk, or of one token, and mel bins are halved three times, rounded up
+    frames_left, bins, inputs = (rule.chunk_frames if rule else None) or 8, shape.frame_values, 1
+    per_chunk = -(-frames_left // 8)
+    products = []
+    for _ in range(3):
+        frames_left, bins = -(-frames_left // 2), -(-bins // 2)
+        stream = TokenStream(phase="audio", per_token=frames_left * bins / per_chunk)
+        products.append(MatMul(inputs=9 * inputs, outputs=shape.conv_channels, stream=stream))
+        inputs = shape.conv_channels
+    return (*products, MatMul(inputs=bins * inputs, outputs=width, stream=tokens))
 
 
 def phases_of(model: ModelPreset) -> dict[str, str]:
@@ -178,9 +201,10 @@ def _encoder(
         raise TypeError(f"{part}: give the shape of an encoder, not {type(shape).__name__}")
     h = shape.hidden_size
     sent = ((sizes.stream, sizes.output_bytes), *passing)
-    num_params = sum(product.inputs for product in products) * h
+    num_params = sum(product.inputs * product.outputs for product in products)
     own = products[-1].stream.per_token
     embedded = [product.inputs * product.stream.per_token / own for product in products]
+    outputs = [product.outputs * product.stream.per_token / own for product in products]
     embedding = Layer(
         kind="patch_embedding" if part == "vision" else f"{part}_embedding",
         part=part,
@@ -190,7 +214,7 @@ def _encoder(
         num_params=num_params,
         gpu_params=num_params,
         saved_bytes=float(BYTES * sum(embedded)),
-        deferred_bytes=float(BYTES * (sum(embedded) + h * len(products))),
+        deferred_bytes=float(BYTES * (sum(embedded) + sum(outputs))),
         input_bytes=float(BYTES * embedded[0]),
         working_bytes=float(BYTES * h),
         sent=sent,

@@ -134,9 +134,12 @@ def largest_micro_batch(loads: Loads) -> Loads:
 
 def _audio_loads(counts: Counts, model: ModelPreset) -> PhaseLoads:
     """Encoder tokens in windows, of one clip per sample."""
-    if model.audio is None:
+    if (rule := model.audio) is None:
         return PhaseLoads.nothing(len(counts))
-    tokens = counts.num_audio_tokens * model.audio.downsample
-    window = model.audio.window_frames // model.audio.conv_stride
+    tokens = counts.num_audio_tokens * rule.downsample
+    if rule.long_clips == "whole":
+        return PhaseLoads(tokens, rule.attention_squares(tokens), (tokens > 0).astype(np.int64))
+    window = rule.encoder_tokens(rule.window_frames)
     full, rest = np.divmod(tokens, window)
-    return PhaseLoads(tokens, full * window**2 + rest**2, full + (rest > 0))
+    squares = full * rule.attention_squares(np.array(window)) + rule.attention_squares(rest)
+    return PhaseLoads(tokens, squares, full + (rest > 0))

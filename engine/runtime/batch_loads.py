@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from balance.errors import ConfigError
+from balance.media.audio_tokens import AudioRule
 from balance.media.rules import NativeSizeRule
 from balance.presets import ModelPreset, TransformerShape
 from balance.types import IntArray
@@ -25,7 +26,7 @@ def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
     """
     return Loads(
         vision=_phase([_vision_lengths(batch, model) for batch in batches], model.vit),
-        audio=_phase([_audio_lengths(batch, model) for batch in batches], None),
+        audio=_audio_phase([_audio_lengths(batch, model) for batch in batches], model.audio),
         llm=_phase([np.diff(_integers(batch, "cu_seqlens")) for batch in batches], model.llm),
     )
 
@@ -35,6 +36,16 @@ def _phase(lengths: Sequence[IntArray], shape: TransformerShape | None) -> Phase
     squares = [np.square(each) for each in lengths]
     if shape is not None:
         squares = [shape.mean_squares(*each) for each in zip(lengths, squares, strict=True)]
+    return _loads(lengths, squares)
+
+
+def _audio_phase(lengths: Sequence[IntArray], rule: AudioRule | None) -> PhaseLoads:
+    """The same of the lengths of windows, in which only neighbours may attend to each other."""
+    squares = [each if rule is None else rule.attention_squares(each) for each in lengths]
+    return _loads(lengths, squares)
+
+
+def _loads(lengths: Sequence[IntArray], squares: Sequence[IntArray]) -> PhaseLoads:
     return PhaseLoads(
         tokens=np.array([each.sum() for each in lengths], np.int64),
         squares=np.array([each.sum() for each in squares], np.int64),
@@ -55,7 +66,7 @@ def _audio_lengths(batch: Batch, model: ModelPreset) -> IntArray:
     """Encoder tokens of each audio window; empty if the model has no audio encoder."""
     if model.audio is None or getattr(batch, "audio_frames", None) is None:
         return np.zeros(0, np.int64)
-    return -(-_integers(batch, "audio_frames") // model.audio.conv_stride)
+    return model.audio.encoder_tokens(_integers(batch, "audio_frames"))
 
 
 def _integers(batch: Batch, name: str) -> IntArray:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from balance.errors import ConfigError, DataError
 from balance.loss_weights import LossWeights, sample_weights
-from balance.media.audio_tokens import AudioRule, plan_audio
+from balance.media.audio_tokens import AudioRule, plan_clip
 from balance.media.rules import ProcessorRule
 from balance.presets import ModelPreset
 from balance.types import LABEL_IGNORE
@@ -126,31 +126,44 @@ def _audio_fields(
             )
         return {}
     clips = [_decode_clip(raw, number, rule, broken) for number in range(len(raw.audios))]
-    plans = [plan_audio(rule, int(length), rule.sampling_rate) for length in raw.audio_lengths]
-    frames = [
-        min(rule.window_frames, plan.num_frames - window * rule.window_frames)
-        for plan in plans
-        for window in range(plan.num_windows)
-    ]
+    longest = _longest_of_sample(raw)
+    frames: list[int] = []
+    for length, most in zip(raw.audio_lengths.tolist(), longest, strict=True):
+        plan = plan_clip(rule, length, most)
+        full = plan.num_windows - 1
+        frames += [rule.window_frames] * full
+        frames.append(plan.num_frames - full * rule.window_frames)
     return {
-        "audio_values": _audio_values(clips, model, rule, form),
+        "audio_values": _audio_values(clips, longest, model, form),
         "audio_lengths": _int64(raw.audio_lengths),
         "audio_frames": _int64(frames),
     }
 
 
+def _longest_of_sample(raw: StoredGroup) -> list[int]:
+    """For each clip, the length of the longest clip of its sample."""
+    most = np.zeros(len(raw.sample_ids), np.int64)
+    np.maximum.at(most, raw.audio_samples, raw.audio_lengths)
+    longest: list[int] = most[raw.audio_samples].tolist()
+    return longest
+
+
 def _audio_values(
-    clips: Sequence[Tensor], model: ModelPreset, rule: AudioRule, form: AudioForm
+    clips: Sequence[Tensor], longest: Sequence[int], model: ModelPreset, form: AudioForm
 ) -> Tensor:
     """All clips, in the layout of `MicroBatch.audio_values`."""
-    if form == "waveform":
+    rule = model.audio
+    if form == "waveform" or rule is None:
         return torch.cat([torch.empty(0), *clips])
     mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
     if form == "features":
-        convert, empty = log_mel_frames, torch.empty((0, mel_bins))
-    else:
-        convert, empty = log_mel_windows, torch.empty((0, mel_bins, rule.window_frames))
-    return torch.cat([empty, *(convert(rule, clip, mel_bins) for clip in clips)])
+        pairs = zip(clips, longest[: len(clips)], strict=True)
+        features = [log_mel_frames(rule, clip, mel_bins, most) for clip, most in pairs]
+        return torch.cat([torch.empty((0, mel_bins)), *features])
+    if rule.long_clips == "whole":
+        raise ConfigError(f"{model.name} takes clips whole; use audio='features', not 'windows'")
+    windows = [log_mel_windows(rule, clip, mel_bins) for clip in clips]
+    return torch.cat([torch.empty((0, mel_bins, rule.window_frames)), *windows])
 
 
 def _decode_clip(raw: StoredGroup, number: int, rule: AudioRule, broken: BrokenFiles) -> Tensor:

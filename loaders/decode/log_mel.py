@@ -1,8 +1,9 @@
 """Waveform -> log-mel features, as Whisper's extractor; on any device. Pure.
 
 A clip is cut into windows of `AudioRule.window_frames` (30 s), each with its own maximum, as if it
-were a clip of its own; the extractor pads each with silence to the full length. Here frames of pure
-silence are filled in, not computed: 30 s take 6 ms on one core, 3 s a sixth of that.
+were a clip of its own, or stays whole (`AudioRule.long_clips`). The extractor pads windows with
+silence to the full length. Here frames of pure silence are filled in, not computed: 30 s take 6 ms
+on one core, 3 s a sixth of that.
 """
 
 from functools import lru_cache
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from balance.media.audio_tokens import AudioRule
+from balance.media.audio_tokens import AudioRule, plan_clip
 
 MEL_BINS = 128
 """Mel bins of Whisper's large-v3 and of Qwen2-Audio; smaller Whispers have 80."""
@@ -24,8 +25,18 @@ _FLOOR, _RANGE = 1e-10, 8.0
 """Smallest power, and largest distance below the window's maximum in powers of ten."""
 
 
-def log_mel_frames(rule: AudioRule, waveform: Tensor, mel_bins: int = MEL_BINS) -> Tensor:
-    """float32 (frames, mel_bins) of a clip: a row per started `hop_length`, without padding."""
+def log_mel_frames(
+    rule: AudioRule, waveform: Tensor, mel_bins: int = MEL_BINS, longest: int = 0
+) -> Tensor:
+    """float32 (frames, mel_bins) of a clip: a row per started `hop_length`, without padding.
+
+    `longest`: samples of the longest clip of its sample, for rules whose clips stay whole.
+    """
+    if rule.long_clips == "whole":
+        longest = max(longest, len(waveform))
+        plan = plan_clip(rule, len(waveform), longest)
+        logs, least = _logs(rule, pad(waveform, (0, longest - len(waveform))), mel_bins)
+        return _scaled(logs, least)[:, : plan.num_frames].T.contiguous()
     parts = [
         _log_mel(rule, window, mel_bins)[0][:, :frames]
         for window, frames in _windows(rule, waveform)
@@ -52,17 +63,25 @@ def _windows(rule: AudioRule, waveform: Tensor) -> list[tuple[Tensor, int]]:
 
 def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
     """Features (mel_bins, frames), up to the last frame with sound, and the value of silence."""
-    hop, length = rule.hop_length, rule.sampling_rate // 40  # a frame has 25 ms
+    hop, length = rule.hop_length, rule.frame_length
     # the last sample is part of frames that are centred up to half a length after it
     frames = min(-(-len(window) // hop) + -(-length // hop), rule.window_frames)
-    samples = pad(window, (0, frames * hop - len(window)))
-    hann = torch.hann_window(length, device=window.device)
-    spectrum = torch.stft(samples, length, hop, window=hann, return_complex=True)
+    logs, least = _logs(rule, pad(window, (0, frames * hop - len(window))), mel_bins)
+    return _scaled(logs, least), _scaled(least, least)
+
+
+def _logs(rule: AudioRule, samples: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
+    """Powers of ten of a whole waveform, (mel_bins, frames), and their bound from below."""
+    length, hann = rule.frame_length, torch.hann_window(rule.frame_length, device=samples.device)
+    spectrum = torch.stft(samples, length, rule.hop_length, window=hann, return_complex=True)
     power = spectrum[:, :-1].abs().square()  # the last frame is centred on the end
-    mel = mel_filters(rule.sampling_rate, length, mel_bins).to(window.device) @ power
+    mel = mel_filters(rule.sampling_rate, length, mel_bins).to(samples.device) @ power
     logs = mel.clamp(min=_FLOOR).log10()
-    least = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
-    return (logs.maximum(least) + 4) / 4, (least + 4) / 4
+    return logs, (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
+
+
+def _scaled(logs: Tensor, least: Tensor) -> Tensor:
+    return (logs.maximum(least) + 4) / 4
 
 
 @lru_cache(maxsize=8)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from balance.errors import MediaRejected
-from balance.media.audio_tokens import plan_audio
+from balance.media.audio_tokens import plan_clip, resampled_length
 from balance.media.frame_archive import archive_bytes
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.media.video_tokens import VideoFacts, plan_video
@@ -92,20 +92,29 @@ class FileCounter:
         video = VideoHeader(*first, len(frames), 0.0, archive_bytes(sizes))
         return video, tuple(zip(frames, sizes, strict=True))
 
-    def count_audio(self, root: Folder, media: Media) -> CountedFile:
-        """An audio file."""
-        if self._model.audio is None:
-            missing = f"{media.name}: {self._model.name} has no audio encoder"
+    def count_audios(self, root: Folder, audios: Sequence[Media]) -> list[CountedFile]:
+        """The audio files of a sample."""
+        if not audios:
+            return []
+        if (rule := self._model.audio) is None:
+            missing = f"{audios[0].name}: {self._model.name} has no audio encoder"
             raise SampleProblem("no_audio_encoder", missing)
-        with open_media(root, media, "audio") as file:
-            header = read_audio_header(cast("BinaryIO", file), media.name)
-        try:
-            plan = plan_audio(self._model.audio, header.num_samples, header.sampling_rate)
-        except MediaRejected as problem:
-            raise _named(problem, media) from None
-        numbers: dict[str, int | float]
-        numbers = {"length": plan.num_samples, "tokens": plan.num_audio_tokens}
-        return CountedFile(media, header.num_bytes, numbers)
+        lengths, sizes = [], []
+        for media in audios:
+            with open_media(root, media, "audio") as file:
+                header = read_audio_header(cast("BinaryIO", file), media.name)
+            lengths.append(resampled_length(rule, header.num_samples, header.sampling_rate))
+            sizes.append(header.num_bytes)
+        found = []
+        for media, num_bytes, length in zip(audios, sizes, lengths, strict=True):
+            try:
+                plan = plan_clip(rule, length, max(lengths))
+            except MediaRejected as problem:
+                raise _named(problem, media) from None
+            numbers: dict[str, int | float]
+            numbers = {"length": plan.num_samples, "tokens": plan.num_audio_tokens}
+            found.append(CountedFile(media, num_bytes, numbers))
+        return found
 
 
 def _named(problem: MediaRejected, media: Media) -> SampleProblem:

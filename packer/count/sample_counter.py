@@ -208,7 +208,7 @@ class SampleCounter:
             with warnings_about(sample.sample_id):
                 images = [self._files.count_image(root, each, several) for each in sample.images]
                 videos = [self._files.count_video(root, each) for each in sample.videos]
-            audios = [self._files.count_audio(root, media) for media in sample.audios]
+            audios = self._files.count_audios(root, sample.audios)
         except SampleProblem as problem:
             return _reject(sample, problem.reason, problem.detail)
         return sample, images, videos, audios

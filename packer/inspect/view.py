@@ -15,7 +15,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from balance.errors import ConfigError, DamagedShard, first_line
-from balance.media.audio_tokens import plan_audio
+from balance.media.audio_tokens import plan_clip
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.media.video_rules import VideoRule
 from balance.media.video_tokens import VideoFacts, plan_video
@@ -280,7 +280,7 @@ def _sample_view(
     audio_seconds: tuple[float, ...] = ()
     if rule := manifest.model.audio:
         lengths = stored.audio_lengths[stored.audio_samples == place].tolist()
-        clips = [plan_audio(rule, length, rule.sampling_rate) for length in lengths]
+        clips = [plan_clip(rule, length, max(lengths)) for length in lengths]
         clip_tokens = [clip.num_audio_tokens for clip in clips]
         files[PieceKind.audio] = audio, list(enumerate(clip_tokens))
         audio_seconds = tuple(clip.num_samples / rule.sampling_rate for clip in clips)

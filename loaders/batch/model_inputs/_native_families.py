@@ -181,8 +181,9 @@ NATIVE_FAMILIES = {
     "qwen3_vl_moe": _STAMPED,
     "qwen3_5": _STAMPED,
     "qwen3_5_moe": _STAMPED,
-    "qwen2_5_omni_thinker": _MERGED,
-    "qwen3_omni_moe_thinker": _MERGED,
+    # pairs of tokens of two frames; one token of eight frames
+    "qwen2_5_omni_thinker": replace(_MERGED, blank_clip=4),
+    "qwen3_omni_moe_thinker": replace(_MERGED, blank_clip=8),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,

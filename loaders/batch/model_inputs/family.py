@@ -60,6 +60,8 @@ class ModelFamily:
     """`position_ids`."""
     masks: Callable[[MicroBatch, Any], Arguments] = causal
     """Arguments that say which tokens see which."""
+    blank_clip: int | None = None
+    """Frames of the smallest clip of audio, one LLM token; None: the model takes no audio."""
     is_native: bool = False
     """Whether `pixel_values` have a row per ViT token, and images a grid (`image_grid_thw`)."""
 

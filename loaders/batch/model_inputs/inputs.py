@@ -16,10 +16,18 @@ import torch
 from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
+from loaders.batch.model_inputs._audio import audio_arguments, has_clips, with_blank_clip
 from loaders.batch.model_inputs._registry import family_of
-from loaders.batch.model_inputs.family import Arguments, BlankImage, config_of_text, vision_tokens
+from loaders.batch.model_inputs.family import (
+    Arguments,
+    BlankImage,
+    ModelFamily,
+    config_of_text,
+    vision_tokens,
+)
 
 BLANK_SAMPLE_ID = "(blank image)"
+BLANK_CLIP_ID = "(blank clip)"
 
 
 def model_inputs(
@@ -36,8 +44,9 @@ def model_inputs(
 
     `always_encode`: a micro-batch without images gets a sample of one small blank image at its end,
     without labels. The vision encoder then runs on every rank in every micro-batch: DDP finds no
-    unused parameter, FSDP does not hang, and empty micro-batches work. Otherwise a micro-batch
-    without images has no `pixel_values`, and an empty one, which no model accepts, is a ValueError.
+    unused parameter, FSDP does not hang, and empty micro-batches work. So it is with a clip of
+    silence for a model with audio. Otherwise a micro-batch without images has no `pixel_values`,
+    and an empty one, which no model accepts, is a ValueError.
 
     `with_labels=False` leaves out labels and divisor, for a loss of your own: that of the logits'
     first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that.
@@ -48,7 +57,7 @@ def model_inputs(
     samples apart.
     """
     family = family_of(config, batch)
-    _check_media(batch, config, is_native=family.is_native)
+    _check_media(batch, config, family)
     if with_labels and batch.loss_weights is not None:
         raise ConfigError(
             "transformers' losses have no weights: use the loader's loss_weights='token', or "
@@ -56,6 +65,9 @@ def model_inputs(
         )
     if always_encode and not len(batch.image_sizes):
         batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
+    if always_encode and family.blank_clip is not None and not has_clips(batch):
+        batch = _with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
+        batch = with_blank_clip(batch, family.blank_clip, config)
     if not len(batch.input_ids):
         raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
     inputs: dict[str, Any] = {
@@ -72,6 +84,8 @@ def model_inputs(
         inputs |= {"labels": labels[None], "num_items_in_batch": batch.loss_normalizer}
     if len(batch.image_sizes):
         inputs |= family.images(batch, config)
+    if has_clips(batch):
+        inputs |= audio_arguments(batch, config)
     return inputs
 
 
@@ -106,14 +120,14 @@ def _check_kernels(config: Any) -> None:
         )
 
 
-def _check_media(batch: MicroBatch, config: Any, *, is_native: bool) -> None:
+def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
     if not batch.pixel_values.is_floating_point():
         raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
-    if (batch.image_grid_thw is not None) != is_native:
+    if (batch.image_grid_thw is not None) != family.is_native:
         raise ConfigError(
             f"the micro-batch was not made for {config.model_type}; build with that model's preset"
         )
-    if batch.audio_lengths is not None and len(batch.audio_lengths):
+    if has_clips(batch) and family.blank_clip is None:
         raise ConfigError(
             f"there are audio clips, but {config.model_type} has no audio encoder that model_inputs"
             " knows"
@@ -130,18 +144,27 @@ def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int)
 
     Its pixels are not zeros: Idefics3 takes such images for padding.
     """
-    ids, grid = batch.input_ids, batch.image_grid_thw
-    tokens = torch.arange(blank.tokens, device=ids.device)
-    end = batch.cu_seqlens.new_tensor([len(ids) + blank.tokens])
+    grid = batch.image_grid_thw
+    batch = _with_blank_sample(batch, BLANK_SAMPLE_ID, blank.tokens, image_token_id)
     return replace(
         batch,
-        sample_ids=(*batch.sample_ids, BLANK_SAMPLE_ID),
-        input_ids=torch.cat([ids, torch.full_like(tokens, image_token_id)]),
-        labels=torch.cat([batch.labels, torch.full_like(tokens, LABEL_IGNORE)]),
-        position_ids=torch.cat([batch.position_ids, tokens]),
-        cu_seqlens=torch.cat([batch.cu_seqlens, end]),
         pixel_values=batch.pixel_values.new_ones(blank.rows, *batch.pixel_values.shape[1:]),
         patches_per_image=batch.patches_per_image.new_tensor([1 if blank.grid else blank.rows]),
         image_sizes=batch.image_sizes.new_tensor([blank.size]),
         image_grid_thw=None if grid is None else grid.new_tensor([blank.grid]),
+    )
+
+
+def _with_blank_sample(batch: MicroBatch, name: str, count: int, token_id: int) -> MicroBatch:
+    """`batch` followed by a sample of so many of one token, without labels."""
+    ids = batch.input_ids
+    tokens = torch.arange(count, device=ids.device)
+    end = batch.cu_seqlens.new_tensor([len(ids) + count])
+    return replace(
+        batch,
+        sample_ids=(*batch.sample_ids, name),
+        input_ids=torch.cat([ids, torch.full_like(tokens, token_id)]),
+        labels=torch.cat([batch.labels, torch.full_like(tokens, LABEL_IGNORE)]),
+        position_ids=torch.cat([batch.position_ids, tokens]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, end]),
     )

@@ -331,3 +331,21 @@ def test_an_image_alone_in_its_sample_must_have_tiles():
     )
     with pytest.raises(ConfigError, match="without tiles that is alone"):
         model_inputs(one, FAMILIES["llava_onevision"].config())
+
+
+def test_clips_must_come_as_features_of_the_model():
+    name = "qwen2_5_omni_thinker"
+    config = FAMILIES[name].config()
+    batch = next(
+        batch
+        for seed in range(9)
+        if len((batch := make_family_batch(name, (0, 1), seed)).audio_lengths) > 1
+    )
+    for changed, message in (
+        ({"audio_values": torch.zeros(1600)}, "audio='features'"),
+        ({"audio_values": batch.audio_values[:, 1:]}, "of 7 mel bins were not made for"),
+        ({"audio_lengths": batch.audio_lengths[1:]}, "clips in .* windows"),
+        ({"audio_values": batch.audio_values[1:]}, "gave some to another rank's encoder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model_inputs(dataclasses.replace(batch, **changed), config)

@@ -14,6 +14,9 @@ from torch.nn import functional
 from loaders.batch.micro_batch import MicroBatch
 
 IMAGE, START, END, BREAK, VOCAB, SIDE = 5, 7, 8, 9, 64, 28
+AUDIO, HEAR, HEARD, MEL = 4, 3, 2, 8
+QWEN3_FRAMES = (100, 350)
+"""A chunk at least: fewer frames alone have no padding, which its convolutions see."""
 PINPOINTS = [[28, 28], [28, 56], [56, 28], [56, 56], [28, 84], [84, 84]]
 TEXT = {
     "vocab_size": VOCAB,
@@ -77,6 +80,8 @@ class TinyFamily:
     """Images of a sample as the family's processor gives them."""
     types: str | None = "mm_token_type_ids"
     """Argument that says which tokens are an image's."""
+    frames: tuple[int, int] | None = None
+    """Of a clip of audio: from, to."""
     scale: float = 0.2
     """Of random weights."""
     empty_row: tuple[int, ...] = field(default=(3, SIDE, SIDE))
@@ -108,6 +113,8 @@ def make_family_batch(name, image_counts, seed=0, num_loss_tokens=1):
     images = [image for sample in samples for image in sample[2]]
     lengths = [len(sample[0]) for sample in samples]
     is_native = len(family.empty_row) == 1
+    clips = [clip for sample in samples for clip in sample[3]]
+    frames = torch.tensor([len(clip) for clip in clips], dtype=torch.long)
     return MicroBatch(
         sample_ids=tuple(f"sample-{place}" for place in range(len(samples))),
         input_ids=_joined(sample[0] for sample in samples),
@@ -129,7 +136,13 @@ def make_family_batch(name, image_counts, seed=0, num_loss_tokens=1):
         .reshape(-1, 3)
         if is_native
         else None,
-        extras={"pictures": [sample[2] for sample in samples]},
+        audio_values=torch.cat([torch.zeros(0, MEL), *clips]) if family.frames else None,
+        audio_frames=frames if family.frames else None,
+        audio_lengths=160 * frames if family.frames else None,
+        extras={
+            "pictures": [sample[2] for sample in samples],
+            "clips": [sample[3] for sample in samples],
+        },
         num_loss_tokens=num_loss_tokens,
         num_step_samples=len(samples),
         loss_normalizer=float(num_loss_tokens),
@@ -155,6 +168,9 @@ def given_alone(name, batch, place):
     images = batch.extras["pictures"][place]
     if images:
         inputs |= family.given(images)
+    clips = batch.extras["clips"][place]
+    if clips:
+        inputs |= clips_given(clips)
     if name == "paligemma":
         inputs["token_type_ids"] = ((labels != -100).cumsum(0) > 0).int()[None]
     elif family.types and (images or family.types == "token_type_ids"):
@@ -162,6 +178,17 @@ def given_alone(name, batch, place):
     elif name.endswith("thinker"):
         inputs["attention_mask"] = torch.ones_like(ids)[None]
     return inputs
+
+
+def clips_given(clips):
+    """Clips of a sample as the family's processor gives them, with some silence at their end."""
+    longest = max(map(len, clips)) + 5
+    features = torch.full((len(clips), MEL, longest), -0.5)
+    for own, clip in zip(features, clips, strict=True):
+        own[:, : len(clip)] = clip.T
+    frames = torch.tensor(list(map(len, clips)))
+    mask = (torch.arange(longest) < frames[:, None]).int()
+    return {"input_features": features, "feature_attention_mask": mask}
 
 
 def _joined(parts):
@@ -174,11 +201,32 @@ def _make_sample(family, num_images, generator):
         return torch.randint(10, VOCAB, (count,), generator=generator)
 
     parts, images = [text()], [family.image(generator, num_images) for _ in range(num_images)]
-    for image in images:
-        parts += [torch.tensor([START, *image.tokens, END]), text()]
+    clips = _make_clips(family.frames, generator) if family.frames else []
+    media = [[START, *image.tokens, END] for image in images]
+    at = 0
+    for clip in clips:  # in their order, anywhere among the images
+        tokens = [HEAR, *[AUDIO] * audio_tokens(len(clip), family.frames), HEARD]
+        at = int(torch.randint(at, len(media) + 1, (), generator=generator))
+        media.insert(at, tokens)
+        at += 1
+    for tokens in media:
+        parts += [torch.tensor(tokens), text()]
     prompt, answer = torch.cat(parts), text(2)
     labels = torch.cat([torch.full_like(prompt, -100), answer])
-    return torch.cat([prompt, answer]), labels, images
+    return torch.cat([prompt, answer]), labels, images, clips
+
+
+def _make_clips(frames, generator):
+    lengths = torch.randint(*frames, (3,), generator=generator).tolist()
+    count = int(torch.randint(0, 4, (), generator=generator))
+    return [torch.randn(length, MEL, generator=generator) for length in lengths[:count]]
+
+
+def audio_tokens(frames, drawn_from):
+    """Of a clip: Qwen3-Omni's have a chunk at least."""
+    if drawn_from == QWEN3_FRAMES:
+        return frames // 100 * 13 - (-(frames % 100) // 8)
+    return -(-frames // 2) // 2
 
 
 def _merged_image(generator, _, merge=2, values=3 * 2 * 4 * 4):
@@ -319,13 +367,13 @@ def _omni_config(kind, text, vision, audio):
     made = getattr(transformers, kind)(text_config=text, vision_config=vision, audio_config=audio)
     for key, value in more.items():
         setattr(made, key, value)
-    made.audio_token_id, made.audio_start_token_id, made.audio_end_token_id = 4, 3, 2
+    made.audio_token_id, made.audio_start_token_id, made.audio_end_token_id = AUDIO, HEAR, HEARD
     made.vision_start_token_id, made.vision_end_token_id = START, END
     return made
 
 
-AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
-AUDIO |= {"output_dim": 32, "num_mel_bins": 8}
+EARS = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+EARS |= {"output_dim": 32, "num_mel_bins": MEL}
 LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -397,13 +445,20 @@ FAMILIES = {
             "Qwen2_5OmniThinkerConfig",
             MROPE_TEXT,
             {**MERGED, "window_size": 16, "fullatt_block_indexes": [1]},
-            AUDIO,
+            {**EARS, "n_window": 3},
         ),
         types=None,
+        frames=(3, 40),
     ),
     "qwen3_omni_moe_thinker": _merged(
-        lambda: _omni_config("Qwen3OmniMoeThinkerConfig", {**MROPE_TEXT, **EXPERTS}, DEEP, AUDIO),
+        lambda: _omni_config(
+            "Qwen3OmniMoeThinkerConfig",
+            {**MROPE_TEXT, **EXPERTS},
+            DEEP,
+            {**EARS, "downsample_hidden_size": 4, "n_window_infer": 200},
+        ),
         types=None,
+        frames=QWEN3_FRAMES,
     ),
     "llava_next": TinyFamily(
         config=lambda: transformers.LlavaNextConfig(

@@ -33,10 +33,11 @@ CLIP_PROCESSOR = {
 }
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}IMAGE{% endif %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% elif p.type == 'audio' %}AUDIO"
+    "{% else %}IMAGE{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Writes strings and parts; IMAGE is what the family's own template writes for an image."""
+"""Writes strings and parts; IMAGE and AUDIO are what the family's own template writes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Family:
     """What the tokenizer names."""
     markup: str = "<image>"
     """An image in the text, before its token is repeated."""
+    audio_markup: str = ""
+    """A clip in the text."""
+    audio_settings: dict[str, Any] | None = None
+    """Of Whisper's feature extractor."""
 
 
 def text(hidden: int, ffn: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
@@ -373,6 +378,8 @@ FAMILIES |= {
             **{"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
         },
         markup="<|vision_bos|><|IMAGE|><|vision_eos|>",
+        audio_markup="<|audio_bos|><|AUDIO|><|audio_eos|>",
+        audio_settings={"feature_size": 128, "chunk_length": 300},
     ),
     "qwen3_omni_moe": Family(
         config={
@@ -391,6 +398,8 @@ FAMILIES |= {
             "audio_eos_token": "<|audio_end|>",
         },
         markup=QWEN_MARKUP,
+        audio_markup="<|audio_start|><|audio_pad|><|audio_end|>",
+        audio_settings={"feature_size": 128},
     ),
 }
 
@@ -433,7 +442,11 @@ def processor_of(family: Family) -> Any:
     for part in ("video_processor", "feature_extractor"):
         if part in kind.get_attributes():
             parts[part] = _OtherSettings()
-    return own(**parts, **family.settings, chat_template=TEMPLATE.replace("IMAGE", family.markup))
+    if family.audio_settings is not None:
+        extractor = transformers.WhisperFeatureExtractor(**family.audio_settings)
+        parts["feature_extractor"] = extractor
+    template = TEMPLATE.replace("IMAGE", family.markup).replace("AUDIO", family.audio_markup)
+    return own(**parts, **family.settings, chat_template=template)
 
 
 def _processor_class(name: str) -> Any:
