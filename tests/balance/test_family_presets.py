@@ -50,6 +50,50 @@ def test_a_preset_has_as_many_parameters_as_the_published_model(name: str, billi
     assert total / 1e9 == pytest.approx(billions, rel=0.006)
 
 
+@for_each("name", ["qwen2_5_omni", "qwen3_omni_30b_a3b"])
+def test_omni_presets_are_the_folder_of_the_published_files(name: str) -> None:
+    """Settings of preprocessor_config.json as published, and transformers' configs."""
+    is_third, preset = name.startswith("qwen3"), load_model(name)
+    llm = preset.dimensions[1]
+    thinker: dict[str, Any] = {
+        "text_config": {
+            **text_config(preset, "qwen3_omni_moe_text" if is_third else "qwen2_5_omni_text"),
+            **{"max_position_embeddings": preset.context_len, "head_dim": llm.head_size},
+            **{"moe_intermediate_size": 768, "vocab_size": llm.vocab_size},
+        },
+        "audio_config": {"output_dim": llm.hidden_size},
+        "vision_config": {"out_hidden_size": llm.hidden_size},
+    }
+    if not is_third:
+        thinker["vision_config"]["hidden_size"] = 1280
+    audio = {"feature_size": 128, "chunk_length": 300, "sampling_rate": 16_000}
+    images = {"patch_size": preset.vision.vit_patch_size, "min_pixels": 3136}
+    images |= {"max_pixels": 12845056}
+    files = ModelFiles(
+        where=name,
+        config={
+            "model_type": "qwen3_omni_moe" if is_third else "qwen2_5_omni",
+            "thinker_config": thinker,
+        },
+        image_processor={
+            **{**images, **audio, "feature_extractor_type": "WhisperFeatureExtractor"},
+            **{"image_processor_type": "Qwen2VLImageProcessor"},
+            **{"image_mean": preset.vision.mean, "image_std": preset.vision.std},
+        },
+        tokenizer={
+            "image_token": preset.image_markup.token,
+            "vision_bos_token": preset.image_markup.prefix,
+            "vision_eos_token": preset.image_markup.suffix,
+            "audio_token": preset.audio_markup and preset.audio_markup.token,
+            "audio_bos_token": preset.audio_markup and preset.audio_markup.prefix,
+            "audio_eos_token": preset.audio_markup and preset.audio_markup.suffix,
+        },
+    )
+    found = model_from_files(files)
+    for part in ("audio", "audio_markup", "audio_encoder", "image_markup", "vision", "vit", "llm"):
+        assert getattr(found, part) == getattr(preset, part), part
+
+
 def text_config(model: ModelPreset, kind: str) -> dict[str, Any]:
     """The language model of a preset in transformers' words."""
     llm = model.dimensions[1]
