@@ -121,8 +121,7 @@ class AudioEncoderShape(EncoderShape):
     frame_values: int
     """Mel bins that the first convolution reads per frame of the spectrogram."""
     conv_channels: int | None = None
-    """Channels of three convolutions that halve frames and mel bins each, and a matrix after them
-    (Qwen3-Omni); None: two convolutions over frames, the second with a stride (Whisper)."""
+    """Of three convolutions over frames and mel bins (Qwen3-Omni); None: Whisper's two, of frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +168,12 @@ class LlmShape(TransformerShape):
     def mean_squares(self, lengths: IntArray, squares: IntArray) -> IntArray:
         """As of other shapes; squares of larger heads count for more."""
         mean = super(LlmShape, self).mean_squares(lengths, squares)
-        if self.full_head_size is None or self.num_full_layers is None:
-            return mean
-        more = self.num_full_layers * (self.full_head_size - self.head_size)
-        return mean + more * squares // (self.num_layers * self.head_size)
+        more = (self.num_full_layers or 0) * ((self.full_head_size or 0) - self.head_size)
+        return (
+            mean
+            if self.full_head_size is None
+            else mean + more * squares // (self.num_layers * self.head_size)
+        )
 
     def _windowed(self, lengths: IntArray, squares: IntArray, window: int) -> IntArray:
         """A causal window: the first tokens attend to fewer."""

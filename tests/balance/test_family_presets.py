@@ -58,8 +58,6 @@ def test_omni_presets_are_the_folder_of_the_published_files(name: str) -> None:
     thinker: dict[str, Any] = {
         "text_config": {
             **text_config(preset, "qwen3_omni_moe_text" if is_third else "qwen2_5_omni_text"),
-            **{"max_position_embeddings": preset.context_len, "head_dim": llm.head_size},
-            **{"moe_intermediate_size": 768, "vocab_size": llm.vocab_size},
         },
         "audio_config": {"output_dim": llm.hidden_size},
         "vision_config": {"out_hidden_size": llm.hidden_size},
