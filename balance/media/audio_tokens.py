@@ -33,10 +33,8 @@ class AudioRule:
     window_frames: int = 3000
     """Frames that the encoder takes together: 30 s, Whisper's 1,500 positions."""
     long_clips: Literal["cut", "reject", "whole"] = "cut"
-    """A clip longer than a window: "cut" into full windows and one with the rest; "reject", where
-    the model's processor would drop the rest (Qwen2.5-Omni); "whole", any length is one window, and
-    what follows the last sample is that of the sample's longest clip (Qwen3-Omni).
-    """
+    """Clips longer than a window: "cut" into several; "reject", where the model's processor would
+    drop the rest (Qwen2.5-Omni); "whole": a window is as long as its sample's longest clip."""
     chunk_frames: int | None = None
     """Frames that the convolutions take together, whose last token may be incomplete; None: all of
     a window."""
@@ -50,11 +48,8 @@ class AudioRule:
                 f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"
                 f" downsample = {self.frames_per_token}, so that cutting long clips loses no tokens"
             )
-        if (self.attention_frames or 0) % (self.chunk_frames or self.conv_stride):
-            raise ConfigError(
-                f"attention_frames = {self.attention_frames}: must be a multiple of chunk_frames or"
-                f" conv_stride, {self.chunk_frames or self.conv_stride}"
-            )
+        if (self.attention_frames or 0) % (chunk := self.chunk_frames or self.conv_stride):
+            raise ConfigError(f"attention_frames must be a multiple of {chunk}, a chunk's frames")
 
     @property
     def frames_per_token(self) -> int:
@@ -75,9 +70,9 @@ class AudioRule:
 
     def attention_squares(self, tokens: IntArray) -> IntArray:
         """Sum of the squared lengths of what attends together, of windows of so many tokens."""
-        span = self.encoder_tokens(self.attention_frames or self.window_frames)
         if self.attention_frames is None:
             return tokens**2
+        span = self.encoder_tokens(self.attention_frames)
         return tokens // span * span**2 + (tokens % span) ** 2
 
 
@@ -102,17 +97,14 @@ class AudioPlan:
 
 
 def resampled_length(rule: AudioRule, num_samples: int, sampling_rate: int) -> int:
-    """Samples of a clip at the rule's rate: ceil(num_samples * up / down), as
-    `scipy.signal.resample_poly` gives.
-    """
+    """Samples at the rule's rate: ceil(num_samples * up / down), as SciPy's `resample_poly`."""
     if sampling_rate < 1:
         raise ValueError(f"sampling_rate is {sampling_rate}; give the clip's samples per second")
     return -(-num_samples * rule.sampling_rate // sampling_rate)
 
 
 def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPlan:
-    """What a clip of `num_samples` per channel at `sampling_rate` per second, alone in its sample,
-    becomes under `rule`.
+    """What a clip of `num_samples` at `sampling_rate`, alone in its sample, becomes under `rule`.
 
     The last frame and encoder token may be incomplete, as Whisper's attention mask counts them.
     Raises AudioRejected: `empty_audio` for a clip without samples, or too short for one token,
@@ -129,8 +121,7 @@ def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPl
 
 
 def plan_clip(rule: AudioRule, length: int, longest: int) -> AudioPlan:
-    """What a clip of a sample becomes; both in samples at the rule's rate, `longest` of all clips
-    of the sample.
+    """What a clip becomes, in samples at the rule's rate; `longest`: of all clips of its sample.
 
     Raises as `plan_audio` does.
     """
@@ -146,11 +137,8 @@ def plan_clip(rule: AudioRule, length: int, longest: int) -> AudioPlan:
         num_windows = -(-num_frames // rule.window_frames)
     if num_windows > 1 and rule.long_clips == "reject":
         most = rule.window_frames * rule.hop_length / rule.sampling_rate
-        raise AudioRejected(
-            "long_audio",
-            f"the clip of {length / rule.sampling_rate:,.1f} s is longer than the {most:g} s that"
-            " the model's processor takes; cut it into several",
-        )
+        found = f"the clip of {length / rule.sampling_rate:,.1f} s is longer than {most:g} s"
+        raise AudioRejected("long_audio", f"{found}, the model's longest; cut it into several")
     # windows hold whole LLM tokens, so the sums over them are those of the clip in one piece
     num_encoder_tokens = rule.encoder_tokens(num_frames)
     num_audio_tokens = num_encoder_tokens // rule.downsample

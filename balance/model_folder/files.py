@@ -190,9 +190,9 @@ class ModelFiles:
         return JsonTable(values, f"{self.where}/{name}", defaults)
 
     def audio_table(self, kind: str) -> JsonTable:
-        """The settings of the audio's feature extractor, which must be of the class `kind`.
+        """The settings of the audio's feature extractor, of class `kind`; ConfigError if none.
 
-        In old files they are next to the image processor's. ConfigError if there are none.
+        In old files they are next to the image processor's.
         """
         defaults = _defaults()["feature_extractor"][kind]
         values, where = self.processor.get("feature_extractor"), PROCESSOR_NAME
@@ -200,13 +200,8 @@ class ModelFiles:
             known, where = (*defaults, "feature_extractor_type"), IMAGE_PROCESSOR_NAME
             values = {key: each for key, each in self.image_processor.items() if key in known}
         table = JsonTable(values, f"{self.where}/{where}", defaults)
-        if "feature_extractor_type" not in values:
-            raise ConfigError(
-                f"model {self.where}: neither {PROCESSOR_NAME} nor {IMAGE_PROCESSOR_NAME} has a"
-                " feature_extractor_type; save both with transformers' AutoProcessor"
-                ".from_pretrained(...).save_pretrained(FOLDER)"
-            )
-        table.require("feature_extractor_type", kind)
+        if table.value("feature_extractor_type") != kind:
+            raise table.wrong("feature_extractor_type", f"only '{kind}' is supported")
         return table
 
     def named_token(self, key: str, otherwise: str = "") -> str:

@@ -36,20 +36,17 @@ def read_qwen_omni(files: ModelFiles) -> ModelPreset:
     """Qwen2.5-Omni and Qwen3-Omni: images and audio of the thinker."""
     kind, config = f"{files.model_type}_thinker", files.config_table().table("thinker_config")
     thinker = replace(files, config={**config.given, "model_type": kind})
-    markup = MediaMarkup(
-        token=files.named_token("image_token"),
-        prefix=files.named_token("vision_bos_token"),
-        suffix=files.named_token("vision_eos_token"),
-    )
-    heard = MediaMarkup(
-        token=files.named_token("audio_token"),
-        prefix=files.named_token("audio_bos_token"),
-        suffix=files.named_token("audio_eos_token"),
+    seen, heard = (
+        MediaMarkup(
+            token=files.named_token(f"{token}_token"),
+            prefix=files.named_token(f"{wrapper}_bos_token"),
+            suffix=files.named_token(f"{wrapper}_eos_token"),
+        )
+        for token, wrapper in (("image", "vision"), ("audio", "audio"))
     )
     encoder = part_of(thinker, "audio_config")
     return replace(
-        _qwen(files, thinker, markup),
-        description=f"{files.model_type}: native resolution and audio, from the model's own files",
+        _qwen(files, thinker, seen),
         audio_markup=heard,
         audio=_audio_rule(files, encoder),
         audio_encoder=_audio_shape(encoder),
@@ -59,46 +56,29 @@ def read_qwen_omni(files: ModelFiles) -> ModelPreset:
 def _audio_rule(files: ModelFiles, encoder: JsonTable) -> AudioRule:
     """Qwen2.5-Omni's extractor pads to its longest clip, Qwen3-Omni's to that of the sample."""
     audio = files.audio_table("WhisperFeatureExtractor")
-    audio.require("sampling_rate", _SAMPLING_RATE)
-    audio.require("n_fft", _SAMPLING_RATE // 40)
-    audio.require("feature_size", encoder.count("num_mel_bins"))
-    audio.require("dither", 0)
-    audio.require("padding_side", "right")
-    audio.require("padding_value", 0)
+    fixed = {"sampling_rate": _SAMPLING_RATE, "n_fft": _SAMPLING_RATE // 40, "dither": 0}
+    fixed |= {"feature_size": encoder.count("num_mel_bins")}
+    for key, only in (fixed | {"padding_side": "right", "padding_value": 0}).items():
+        audio.require(key, only)
     hop, chunk = audio.count("hop_length"), 2 * encoder.count("n_window")
     longest = audio.count("chunk_length") * _SAMPLING_RATE
     if longest % hop:
         raise audio.wrong("hop_length", f"only a divisor of {longest}, chunk_length, is supported")
     # derived, or replaced by the processor
     audio.require_read(("processor_class", "n_samples", "nb_max_frames", "return_attention_mask"))
+    rule = AudioRule(hop_length=hop, downsample=2, chunk_frames=chunk, attention_frames=chunk)
     if "n_window_infer" not in encoder:
-        return AudioRule(
-            sampling_rate=_SAMPLING_RATE,
-            hop_length=hop,
-            downsample=2,
-            window_frames=longest // hop,
-            long_clips="reject",
-            chunk_frames=chunk,
-            attention_frames=chunk,
-        )
+        return replace(rule, window_frames=longest // hop, long_clips="reject")
     encoder.require("n_window", _N_WINDOW)
-    if encoder.count("n_window_infer") % chunk:
+    span = encoder.count("n_window_infer")
+    if span % chunk:
         raise encoder.wrong("n_window_infer", f"only a multiple of {chunk} is supported")
-    return AudioRule(
-        sampling_rate=_SAMPLING_RATE,
-        hop_length=hop,
-        conv_stride=8,
-        downsample=1,
-        long_clips="whole",
-        chunk_frames=chunk,
-        attention_frames=encoder.count("n_window_infer"),
-    )
+    return replace(rule, conv_stride=8, downsample=1, attention_frames=span, long_clips="whole")
 
 
 def _audio_shape(encoder: JsonTable) -> AudioEncoderShape:
     width, output = encoder.count("d_model"), encoder.count("output_dim")
-    heads = encoder.count("encoder_attention_heads")
-    is_third = "downsample_hidden_size" in encoder
+    heads, is_third = encoder.count("encoder_attention_heads"), "n_window_infer" in encoder
     return AudioEncoderShape(
         num_layers=encoder.count("encoder_layers"),
         hidden_size=width,

@@ -24,16 +24,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
-from balance.media.audio_tokens import AudioRule
 from balance.media.rules import NativeSizeRule
-from balance.presets import (
-    AudioEncoderShape,
-    EncoderShape,
-    LlmShape,
-    ModelPreset,
-    TransformerShape,
-    VitShape,
-)
+from balance.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
 from engine.cost_model.operations import (
     BYTES,
     Attention,
@@ -61,7 +53,7 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     passing: Sent = ()
     if model.audio_encoder is not None:
         sizes = _Sizes(model.audio_encoder, TokenStream(phase="audio"), parallel)
-        products = _audio_embedding(model.audio_encoder, model.audio)
+        products = _audio_embedding(model)
         layers += _encoder(sizes, "audio", products, passing, merged_from=1.0)
         passing = layers[-1].sent
     sizes = _Sizes(vit, TokenStream(phase="vision"), parallel)
@@ -75,9 +67,11 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     return (*layers, *_language_model(_Sizes(llm, TokenStream(phase="llm"), parallel), llm))
 
 
-def _audio_embedding(shape: AudioEncoderShape, rule: AudioRule | None) -> tuple[MatMul, ...]:
+def _audio_embedding(model: ModelPreset) -> tuple[MatMul, ...]:
     """Convolutions with kernels of three frames, or of three frames and three mel bins."""
-    tokens, width = TokenStream(phase="audio"), shape.hidden_size
+    if (shape := model.audio_encoder) is None:
+        return ()
+    rule, tokens, width = model.audio, TokenStream(phase="audio"), shape.hidden_size
     if shape.conv_channels is None:
         frames = TokenStream(phase="audio", per_token=rule.conv_stride if rule else 2)
         first = MatMul(inputs=3 * shape.frame_values, outputs=width, stream=frames)
@@ -140,8 +134,7 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
     a, k = (-(-num // tp) * shape.head_size for num in (shape.num_heads, shape.num_kv_heads))
     f = -(-shape.ffn_size // tp)
     attention = a + 2 * k
-    mixed = ("gated_attention", "linear_weights", "mean_attention_weights")
-    if any(getattr(shape, name, None) for name in mixed):
+    if isinstance(shape, LlmShape) and (shape.gated_attention or shape.linear_weights):
         # a mean layer: with a gate, or with other matrices where attention is linear
         attention = shape.attention_weights // h // tp - a
     causal = isinstance(shape, LlmShape)
@@ -268,8 +261,8 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         part="llm",
         stream=sizes.stream,
         operations=(sizes.elementwise(4.0 * h, 2), *gather),
-        num_params=llm.vocab_size * (llm.embedding_size or h),
-        gpu_params=vocabulary * (llm.embedding_size or h),
+        num_params=llm.vocab_size * h,
+        gpu_params=vocabulary * h,
         working_bytes=2.0 * h,
         sent=sent,
     )

@@ -26,26 +26,18 @@ def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
     """
     return Loads(
         vision=_phase([_vision_lengths(batch, model) for batch in batches], model.vit),
-        audio=_audio_phase([_audio_lengths(batch, model) for batch in batches], model.audio),
+        audio=_phase([_audio_lengths(batch, model) for batch in batches], model.audio),
         llm=_phase([np.diff(_integers(batch, "cu_seqlens")) for batch in batches], model.llm),
     )
 
 
-def _phase(lengths: Sequence[IntArray], shape: TransformerShape | None) -> PhaseLoads:
-    """Loads from the lengths of attention sequences, one array per micro-batch."""
+def _phase(lengths: Sequence[IntArray], shape: TransformerShape | AudioRule | None) -> PhaseLoads:
+    """Loads from the lengths of attention sequences, or of audio windows; one per micro-batch."""
     squares = [np.square(each) for each in lengths]
-    if shape is not None:
+    if isinstance(shape, AudioRule):
+        squares = [shape.attention_squares(each) for each in lengths]
+    elif shape is not None:
         squares = [shape.mean_squares(*each) for each in zip(lengths, squares, strict=True)]
-    return _loads(lengths, squares)
-
-
-def _audio_phase(lengths: Sequence[IntArray], rule: AudioRule | None) -> PhaseLoads:
-    """The same of the lengths of windows, in which only neighbours may attend to each other."""
-    squares = [each if rule is None else rule.attention_squares(each) for each in lengths]
-    return _loads(lengths, squares)
-
-
-def _loads(lengths: Sequence[IntArray], squares: Sequence[IntArray]) -> PhaseLoads:
     return PhaseLoads(
         tokens=np.array([each.sum() for each in lengths], np.int64),
         squares=np.array([each.sum() for each in squares], np.int64),

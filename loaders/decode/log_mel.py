@@ -35,8 +35,8 @@ def log_mel_frames(
     if rule.long_clips == "whole":
         longest = max(longest, len(waveform))
         plan = plan_clip(rule, len(waveform), longest)
-        logs, least = _logs(rule, pad(waveform, (0, longest - len(waveform))), mel_bins)
-        return _scaled(logs, least)[:, : plan.num_frames].T.contiguous()
+        features, _ = _features(rule, pad(waveform, (0, longest - len(waveform))), mel_bins)
+        return features[:, : plan.num_frames].T.contiguous()
     parts = [
         _log_mel(rule, window, mel_bins)[0][:, :frames]
         for window, frames in _windows(rule, waveform)
@@ -66,22 +66,18 @@ def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Te
     hop, length = rule.hop_length, rule.frame_length
     # the last sample is part of frames that are centred up to half a length after it
     frames = min(-(-len(window) // hop) + -(-length // hop), rule.window_frames)
-    logs, least = _logs(rule, pad(window, (0, frames * hop - len(window))), mel_bins)
-    return _scaled(logs, least), _scaled(least, least)
+    return _features(rule, pad(window, (0, frames * hop - len(window))), mel_bins)
 
 
-def _logs(rule: AudioRule, samples: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
-    """Powers of ten of a whole waveform, (mel_bins, frames), and their bound from below."""
+def _features(rule: AudioRule, samples: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
+    """Features of a whole waveform, (mel_bins, frames), and the value of silence."""
     length, hann = rule.frame_length, torch.hann_window(rule.frame_length, device=samples.device)
     spectrum = torch.stft(samples, length, rule.hop_length, window=hann, return_complex=True)
     power = spectrum[:, :-1].abs().square()  # the last frame is centred on the end
     mel = mel_filters(rule.sampling_rate, length, mel_bins).to(samples.device) @ power
     logs = mel.clamp(min=_FLOOR).log10()
-    return logs, (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
-
-
-def _scaled(logs: Tensor, least: Tensor) -> Tensor:
-    return (logs.maximum(least) + 4) / 4
+    least = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
+    return (logs.maximum(least) + 4) / 4, (least + 4) / 4
 
 
 @lru_cache(maxsize=8)

@@ -190,7 +190,7 @@ def test_settings_that_change_audio_and_are_not_known_are_one_line(tmp_path: Pat
             find_model(str(tmp_path))
     del whole["feature_extractor"]
     path.write_text(json.dumps(whole))
-    with pytest.raises(ConfigError, match="has a feature_extractor_type; save both"):
+    with pytest.raises(ConfigError, match="has no feature_extractor_type; only"):
         find_model(str(tmp_path))
 
 
