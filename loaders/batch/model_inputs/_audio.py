@@ -1,4 +1,4 @@
-"""Clips of a micro-batch as arguments of a model: Qwen2.5-Omni's and Qwen3-Omni's thinker.
+"""Clips of a micro-batch as arguments of Qwen2.5-Omni's and Qwen3-Omni's thinkers.
 
 `MicroBatch.audio_values` are log-mel features without padding (the loader's `audio="features"`), a
 clip's by its `audio_frames`. Their tokens have the positions of text.
