@@ -77,8 +77,7 @@ class PlanConfig:
         int, Option("Micro-batches per step and replica. Default: 16.", least=1)
     ] = 16
     schedule: Annotated[
-        str,
-        Option(f"{', '.join(SCHEDULES)}; or best: all are planned for. Default: 1f1b."),
+        str, Option(f"{', '.join(SCHEDULES)}; or best: all are planned for. Default: 1f1b.")
     ] = "1f1b"
     stages_per_rank: Annotated[
         int, Option("Stages per rank; over 1 for interleaved ones.", least=1)

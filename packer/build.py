@@ -30,12 +30,7 @@ from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
 from packer.records.user_map import ALL_COLUMNS, load_map
-from packer.report.build_summary import (
-    BuildSummary,
-    count_rejected,
-    nothing_to_pack,
-    require_few,
-)
+from packer.report.build_summary import BuildSummary, count_rejected, nothing_to_pack, require_few
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.upload import Publisher

@@ -49,11 +49,7 @@ class BatchRange:
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the manifest."""
-        return {
-            "offset": self.offset,
-            "length": self.length,
-            "xxh3_64": f"{self.checksum:016x}",
-        }
+        return {"offset": self.offset, "length": self.length, "xxh3_64": f"{self.checksum:016x}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,11 +176,7 @@ def over_limits(counts: Counts, limits: Limits) -> tuple[IntArray, IntArray]:
 
 
 def _make_search(
-    counts: Counts,
-    options: GroupOptions,
-    paper: Limits,
-    context_len: int,
-    flops: FlopsModel | None,
+    counts: Counts, options: GroupOptions, paper: Limits, context_len: int, flops: FlopsModel | None
 ) -> CapSearch:
     """The search among the samples that fit `paper`'s Q_t."""
     fitting = np.flatnonzero(counts.seq_len <= paper.max_seq_len)

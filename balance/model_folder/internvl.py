@@ -44,9 +44,7 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
             max_patches=most,
         ),
         vit=vit_shape(
-            vision,
-            (vision.count("hidden_size") * merged**2, width, width),
-            layer_scale=True,
+            vision, (vision.count("hidden_size") * merged**2, width, width), layer_scale=True
         ),
         llm=llm_shape(text),
     )

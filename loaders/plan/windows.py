@@ -24,12 +24,7 @@ from balance.order.global_shuffle import GlobalShuffle, unfit_state
 from balance.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
 from loaders.plan.selection import SampleRefs, Selection
-from loaders.plan.window_order import (
-    PlannedGroups,
-    PlannedWindow,
-    WindowFigures,
-    WindowOrder,
-)
+from loaders.plan.window_order import PlannedGroups, PlannedWindow, WindowFigures, WindowOrder
 
 LABEL_UNITS = 256
 """The labels of a mean group are rounded to 1 / this, so that products with it are exact."""

@@ -122,10 +122,7 @@ def _named(problem: MediaRejected, media: Media) -> SampleProblem:
 
 
 def _visual(
-    media: Media,
-    header: VideoHeader,
-    plan: ImagePlan,
-    frames: tuple[tuple[Media, int], ...] = (),
+    media: Media, header: VideoHeader, plan: ImagePlan, frames: tuple[tuple[Media, int], ...] = ()
 ) -> CountedFile:
     """An image or a video; an image has no frames."""
     numbers = {

@@ -19,15 +19,7 @@ from packer.records.media import (
     media_of_base64,
     media_of_part,
 )
-from packer.records.record import (
-    TOO_DEEP,
-    Content,
-    RawRecord,
-    RawSample,
-    Record,
-    Rejected,
-    is_deep,
-)
+from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Record, Rejected, is_deep
 from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
 
 _Places = list[Media | None]

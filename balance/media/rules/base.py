@@ -190,11 +190,7 @@ class NativeSizeRule(PixelRule):
 
 
 def native_plan(
-    rule: NativeSizeRule,
-    picture: PicturePlan,
-    *,
-    tokens: int,
-    parts: tuple[MarkupPart, ...] = (),
+    rule: NativeSizeRule, picture: PicturePlan, *, tokens: int, parts: tuple[MarkupPart, ...] = ()
 ) -> ImagePlan:
     """The plan of an image that is one picture of ViT patches."""
     width, height = picture.size

@@ -12,13 +12,7 @@ from balance.media.rules.base import MarkupPart, PicturePlan, ResizeTo
 from balance.media.rules.splits import longest_side
 from balance.media.video_rules._number_words import MOST_WORDS, number_words
 from balance.media.video_rules._spread import spread
-from balance.media.video_rules.base import (
-    Indices,
-    SampledRule,
-    VideoFacts,
-    VideoPlan,
-    labelled,
-)
+from balance.media.video_rules.base import Indices, SampledRule, VideoFacts, VideoPlan, labelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

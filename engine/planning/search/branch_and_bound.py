@@ -34,11 +34,7 @@ from engine.planning.search._windows import (
     prune,
 )
 from engine.planning.search.limits import CHUNK_ACTIONS, UNLIMITED, SearchLimits, SearchProgress
-from engine.planning.search.local_search import (
-    NEVER,
-    PartitionEvaluator,
-    improve_partition,
-)
+from engine.planning.search.local_search import NEVER, PartitionEvaluator, improve_partition
 from engine.simulator.schedule import Schedule
 
 SHARE = 3

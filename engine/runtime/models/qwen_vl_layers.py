@@ -171,11 +171,7 @@ def qwen_vl_vision(model: Any) -> list[SpecLayer]:
     merged = row_specs(lambda rows: rows // rule.merge**2, output, dtype)
     row_shape = (config.in_channels * config.temporal_patch_size * config.patch_size**2,)
     embedding = NativePatchEmbedding(visual, rule, rows, row_shape=row_shape)
-    return [
-        embedding,
-        *layers,
-        Merger(visual, rule, add_specs(merged, range(len(levels)), merged)),
-    ]
+    return [embedding, *layers, Merger(visual, rule, add_specs(merged, range(len(levels)), merged))]
 
 
 def window_tokens(vision: Any) -> int | None:
