@@ -21,6 +21,7 @@ from shards.manifest import read_manifest
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image
 from support.cases import for_each
+from support.family_results import record as keep
 from support.models.saved_folders import FAMILIES, save_folder
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "12"))
@@ -90,6 +91,8 @@ def test_a_folder_is_enough_and_ids_and_labels_are_those_of_transformers(tmp_pat
         assert learned == answers_of(processor, messages, text), text
         pairs = zip(sample["input_ids"], sample["labels"], strict=True)
         assert all(label in (LABEL_IGNORE, token) for token, label in pairs)
+    keep("samples", name, DRAWS)
+    keep("rule", name, read_manifest(out).values["model"]["vision"]["rule"])
 
 
 def answers_of(processor, messages, text):

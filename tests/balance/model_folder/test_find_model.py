@@ -21,6 +21,7 @@ from balance.model_folder.find_model import READERS, find_model, model_from_file
 from balance.model_folder.json_table import JsonTable
 from balance.presets import model_from_dict, model_to_dict
 from support.cases import for_each
+from support.family_results import record
 from support.models.saved_folders import FAMILIES, make_processor, save_folder
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "60"))
@@ -61,6 +62,7 @@ def test_a_saved_folder_counts_as_its_processor_does(name: str, tmp_path: Path) 
         around = 2 * (name == "internvl") + sum(AROUND[part.name] for part in plan.parts)
         counted = counted_by(processor, name, (height, width))
         assert plan.num_image_tokens == counted - around, (width, height)
+    record("sizes", name, DRAWS)
 
 
 @for_each("name", FAMILIES)

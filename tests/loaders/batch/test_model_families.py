@@ -32,6 +32,7 @@ from loaders.plan.step_plan import StepTotals
 from shards.stored_group import StoredGroup
 
 transformers = pytest.importorskip("transformers")
+from support.family_results import record  # noqa: E402
 from support.models.family_models import (  # noqa: E402
     FAMILIES,
     IMAGE,
@@ -137,6 +138,7 @@ def test_packs_have_the_loss_and_gradients_of_their_samples_alone(group, monkeyp
             now = assert_packed_is_as_alone(name, model, batch, 9)
             assert now == (reached or now), name
             reached = now
+        record("packs", name.removesuffix("_thinker"), DRAWS)
 
 
 PIXELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}

@@ -4,6 +4,8 @@ alone.
 
 import dataclasses
 import io
+import os
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -23,8 +25,11 @@ from loaders.plan.step_plan import StepTotals
 from shards.stored_group import StoredGroup
 
 transformers = pytest.importorskip("transformers")
+from support.family_results import record  # noqa: E402
 
 torch.set_num_threads(1)
+
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "1"))
 
 IMAGE_TOKEN, VOCAB = 5, 64
 COLOURS = {"mean": (0.5, 0.5, 0.5), "std": (0.3, 0.3, 0.3)}
@@ -217,7 +222,16 @@ def test_packed_logits_equal_those_of_each_sample_alone(name, model, image_count
 
 
 def test_loss_and_gradients_equal_those_of_single_samples_over_the_steps_tokens(name, model):
-    samples = make_samples(name, (2, 0, 1), seed=1)
+    drawn = random.Random(name)
+    for draw in range(DRAWS):
+        counts = drawn.choices(range(4), k=drawn.randint(1, 4)) if draw else (2, 0, 1)
+        assert_loss_and_gradients_of_single_samples(
+            name, model, make_samples(name, counts, draw + 1)
+        )
+    record("packs", name, DRAWS)
+
+
+def assert_loss_and_gradients_of_single_samples(name, model, samples):
     num_loss_tokens = 100  # of the whole step: other ranks have the rest
     model.zero_grad()
     loss = model(**model_inputs(pack(name, samples, num_loss_tokens), model.config)).loss

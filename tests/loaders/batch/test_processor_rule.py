@@ -31,6 +31,7 @@ from packer.config import BuildConfig
 from shards.stored_group import StoredGroup
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image
+from support.family_results import record as keep
 from support.models.processor_folders import PROCESSOR_FAMILIES, TINY, save_processor_folder
 
 torch.set_num_threads(1)
@@ -103,6 +104,7 @@ def test_ids_labels_and_pixels_are_those_of_the_processors(tmp_path, dataset):
                 seen += batch.num_samples
                 assert_pixels(processor, batch, images, name)
         assert seen == DRAWS
+        keep("processor_samples", name, DRAWS)
 
 
 def assert_pixels(processor, batch, images, name):
@@ -212,6 +214,7 @@ def test_packs_have_the_loss_and_gradients_of_their_samples_alone(tmp_path, monk
                 norm = torch.cat([each.flatten() for each in wanted.values()]).norm()
                 off = max(float((found[key] - each).norm() / norm) for key, each in wanted.items())
                 assert off <= 1e-5, f"{name}: gradients off by {off:.1e}"
+        keep("processor_packs", name, -(-DRAWS // 3))
 
 
 # --- counts, and what is refused ---
@@ -224,6 +227,7 @@ def test_counts_of_random_sizes_are_those_of_a_real_image(tmp_path, monkeypatch)
         if name in REFUSED:
             with pytest.raises(ConfigError, match=rf"^model [^\n]* {REFUSED[name]}[^\n]*$"):
                 find_model(str(tmp_path / name))
+            keep("refused", name, REFUSED[name])
             continue
         model = find_model(str(tmp_path / name))
         assert model_from_dict(json.loads(json.dumps(model_to_dict(model)))) == model
@@ -238,6 +242,7 @@ def test_counts_of_random_sizes_are_those_of_a_real_image(tmp_path, monkeypatch)
             plan = plan_image(model.vision, width, height)
             token = open_processor(model.vision.description).token_id
             assert plan.num_image_tokens == (ids == token).sum(), (name, width, height)
+        keep("processor_sizes", name, DRAWS // 3)
 
 
 REFUSED = {

@@ -15,6 +15,7 @@ from balance.media.image_tokens import ImageRejected, plan_image
 from loaders.decode.pixels import normalize, resized_image
 from loaders.decode.resize import LEVELS
 from support.cases import for_each
+from support.family_results import record
 from support.loading.extract_patches import extract_patches
 from support.oracles.family_processors import Rows, families
 from support.oracles.reference_processors import random_image
@@ -51,6 +52,7 @@ def test_exact_pixels_equal_the_processors(name: str) -> None:
         ours = _ours(name, image)
         assert ours.shape == expected.shape, image.size
         assert np.abs(ours - expected).max() <= TOLERANCE, image.size
+    record("pixels", name, DRAWS)
 
 
 def test_exact_pixels_of_samples_with_several_images_equal_the_processors() -> None:

@@ -2,6 +2,8 @@
 training alone.
 """
 
+import os
+import random
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,11 @@ STEPS = [[(1, 0), (0, 0), (2,)], [(0,), (1,)], [(), (1, 1, 0), (0, 3), (1,)]]
 """Images of each sample of each micro-batch of each step; some without images, one without
 samples.
 """
+_drawn = random.Random(4)
+STEPS += [
+    [tuple(_drawn.choices(range(4), k=_drawn.randint(1, 3))) for _ in range(2)]
+    for _ in range(int(os.environ.get("ISOBATCH_TEST_DRAWS", "0")) // 2)
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from transformers import vision_utils
 from balance.errors import ConfigError
 from engine.runtime.models.image_grids import interpolated_places, window_order
 from engine.runtime.models.transformers_models import from_transformers
+from support.family_results import record
 from support.models.family_models import make_family_batch, make_family_model, run_family_alone
 from support.models.video_samples import alone, make_samples, make_video_model, packed
 
@@ -63,6 +64,7 @@ def test_packs_have_the_loss_and_gradients_of_their_samples_alone():
             norm = torch.cat([each.flatten() for each in wanted.values()]).norm()
             off = max(float((found[key] - each).norm() / norm) for key, each in wanted.items())
             assert off <= TOLERANCE, f"{name}: gradients off by {off:.1e}"
+        record("layers", name, DRAWS)
 
 
 def test_packs_with_videos_have_the_loss_and_gradients_of_their_samples_alone():

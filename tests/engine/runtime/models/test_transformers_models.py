@@ -19,8 +19,9 @@ from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import names_of, state_dict_of
 from engine.runtime.pipeline import PipelineOptions
 from loaders.batch.model_inputs.inputs import model_inputs
+from support.family_results import record
 from support.models.tiny_models import IMAGE, NAMES, make_batch, make_model, run_alone
-from support.rank_programs.model_ranks import ModelCase, run_model_cases
+from support.rank_programs.model_ranks import STEPS, ModelCase, run_model_cases
 
 torch.set_num_threads(1)
 
@@ -391,3 +392,5 @@ CASES = [
 
 def test_a_pipeline_of_two_ranks_trains_as_transformers_alone(tmp_path):
     run_model_cases(str(tmp_path), CASES)
+    for name in {case.name for case in CASES}:
+        record("ranks", name, sum(len(step) for step in STEPS))
