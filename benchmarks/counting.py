@@ -1,6 +1,7 @@
 """Counting and writing against their physical limits, and their memory.
 
     python benchmarks/counting.py [--samples 665000] [--tokenizer FOLDER] [--work FOLDER]
+    python benchmarks/counting.py --families [MODEL ...] [--samples 60000]
 
 In one run: the dataset is written (`benchmarks/llava_like.py`), `packer build` packs it in its own
 process, and the limits are measured on the same data and cores.
@@ -12,6 +13,9 @@ process, and the limits are measured on the same data and cores.
   and appended to files of a shard's size, with the shards' token arrays, one process per core.
 - Memory is the sum of the proportional set sizes of all processes of the build, sampled. The
   reader's is the peak of a process that only reads the annotations.
+
+`--families` counts the same data for a model of each rule, or for those that are named, and prints
+a line for each: nothing but counting, next to that limit. A folder is counted with its tokenizer.
 
 Exit status 1 when counting is below 0.7 or writing below 0.6 of its limit, or memory above 3 GB
 (reader: 300 MB).
@@ -28,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +43,18 @@ from PIL import Image
 from tables import console, new_table
 from tokenizers import Tokenizer
 
-from balance.presets import load_model
+from balance.presets import load_model, model_to_dict
+from packer.build import Builder
+from packer.config import BuildConfig
 from packer.demo.dataset import demo_tokenizer_path
 from packer.sources.dataset import find_dataset
 from packer.text.chat_tokenizer import IMAGE_MARKER
 
 MODEL = "internvl_1_5"
+FAMILIES = (
+    *("llava_1_5", "gemma3", "llava_next", "llava_onevision", "internvl3", "qwen2_5_vl", "glm4v"),
+    *("smolvlm2", "idefics3", "mistral3"),
+)
 TEXTS = 60_000
 """Conversations that the tokenizer's limit is measured on, taken evenly."""
 BATCH = 1024
@@ -84,8 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
         default=None,
         help="folder for data and build; default: a temporary one",
     )
+    parser.add_argument("--families", nargs="*", metavar="MODEL", help="presets or folders")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.work) as scratch:
+        if options.families is not None:
+            models = options.families or FAMILIES
+            return count_families(Path(scratch), models, options.samples, options.tokenizer)
         return run(Path(scratch), options.samples, options.tokenizer)
 
 
@@ -129,6 +143,36 @@ def run(folder: Path, samples: int, tokenizer: Path) -> int:
     console.print(f"peak memory: all processes {wanted}, the reader alone {alone}")
     reached = all(limit / seconds >= least for _, seconds, limit, least in rows)
     return 0 if reached and built.peak_bytes <= MOST_MEMORY and reader <= MOST_READER else 1
+
+
+def count_families(folder: Path, models: Sequence[str], samples: int, tokenizer: Path) -> int:
+    """Count the data for each model."""
+    raw, workers = folder / "raw", len(os.sched_getaffinity(0))
+    write_llava_like(raw, samples)
+    limit, rows = counting_seconds(raw, tokenizer, samples, workers), []
+    for number, model in enumerate(models):
+        config = BuildConfig(
+            dataset=str(raw),
+            model=model,
+            tokenizer=None if Path(model).is_dir() else str(tokenizer),
+            out=str(folder / f"out-{number}"),
+            workers=workers,
+        )
+        builder = Builder(config)
+        builder.count()
+        rule = model_to_dict(builder.model)["vision"]["rule"]
+        rows.append((builder.model.name, rule, builder.progress.seconds["count"]))
+    # machines are faster at one time than at another
+    limit = (limit + counting_seconds(raw, tokenizer, samples, workers)) / 2
+    table = new_table(
+        f"{samples:,} samples, {workers} cores; the limit takes {limit:,.1f} s",
+        ["model", "rule", "seconds", "samples/s", "of the limit"],
+    )
+    for name, rule, seconds in rows:
+        rate = f"{samples / seconds:,.0f}"
+        table.add_row(name, rule, f"{seconds:,.1f}", rate, f"{limit / seconds:.2f}")
+    console.print(table)
+    return 0
 
 
 def build(raw: Path, out: Path, tokenizer: Path, workers: int) -> BuildRun:

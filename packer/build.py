@@ -16,8 +16,10 @@ from rich.markup import escape
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
+from balance.media.hf_processor import open_processor
 from balance.media.rules import ProcessorRule
 from balance.model_folder.find_model import find_model
+from balance.presets import ModelPreset
 from balance.types import Groups, IntArray, Limits
 from packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
 from packer.config import DEMO_MODEL, BuildConfig
@@ -85,6 +87,7 @@ class Builder:
         self.tokenizer = ChatTokenizer.for_model(
             self.model, self.tokenizer_path, config.chat_template
         )
+        _check_token(self.model, self.tokenizer)
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
@@ -370,3 +373,15 @@ def _without(groups: Groups, lost: list[int]) -> Groups:
     sizes = np.bincount(group_of, minlength=len(groups))
     offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
     return Groups(groups.samples[keep], offsets)
+
+
+def _check_token(model: ModelPreset, tokenizer: ChatTokenizer) -> None:
+    """ConfigError if a model's own processor has another image token than the tokenizer."""
+    if not isinstance(model.vision, ProcessorRule):
+        return
+    token_id = open_processor(model.vision.description).token_id
+    if token_id != tokenizer.image_token_id:
+        raise ConfigError(
+            f"--tokenizer gives {model.image_markup.token} the id {tokenizer.image_token_id}, the"
+            f" processor of {model.name} {token_id}; use the model's own"
+        )

@@ -8,8 +8,10 @@ and the loader makes the same one (`open_processor`). What is described is tried
 """
 
 import ast
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
@@ -127,7 +129,8 @@ def open_processor(description: str) -> ImageProcessor:
     processor = object.__new__(kind)
     processor.__dict__ |= values["attributes"]
     processor.tokenizer = SimpleNamespace(**values["tokens"], init_kwargs={})
-    processor.image_processor = _image_processor(values["image_processor"], values["settings"])
+    with _quiet():
+        processor.image_processor = _image_processor(values["image_processor"], values["settings"])
     return ImageProcessor(
         processor=processor,
         token=values["token"],
@@ -184,6 +187,21 @@ class DescribedProcessor:
     """Numbers of its outputs for each image token, about."""
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No notes of transformers meanwhile, such as which of its classes it falls back to."""
+    with suppress(ImportError):  # what is missing is said where it is used
+        import transformers  # noqa: F401, PLC0415  (it sets the level when it is imported)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@_quiet()
 def describe_processor(source: str, family: str) -> DescribedProcessor:
     """Describe the processor of a model's folder or Hub id, and try what is described.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from balance.errors import ConfigError, DataError
 from balance.media import hf_processor
 from balance.media.hf_processor import open_processor
 from balance.media.image_tokens import plan_image
-from balance.model_folder.find_model import find_model
+from balance.model_folder.find_model import READERS, find_model
 from balance.presets import model_from_dict, model_to_dict
 from loaders import StreamingLoader
 from loaders.batch.collate import collate
@@ -28,13 +29,18 @@ from loaders.config import LoaderConfig
 from loaders.plan.step_plan import StepTotals
 from packer.build import Builder
 from packer.config import BuildConfig
+from packer.demo.dataset import demo_tokenizer_path
 from shards.stored_group import StoredGroup
+from support import ROOT
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image
 from support.family_results import record as keep
+from support.models import saved_folders
 from support.models.processor_folders import PROCESSOR_FAMILIES, TINY, save_processor_folder
 
 torch.set_num_threads(1)
+
+DEMO = demo_tokenizer_path()
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "6"))
 NAMES = ("aya_vision", "aria", "granite_docling", "lighton_ocr", "gemma3n")
@@ -264,6 +270,8 @@ def test_what_a_processor_cannot_do_is_one_line(tmp_path, dataset, monkeypatch):
     with pytest.raises(ConfigError, match=r"nobodys has no rule of its own, and transformers"):
         find_model(str(folder))
     path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"--tokenizer gives <\|IMG_PATCH\|> the id \d+, "):
+        Builder(BuildConfig(dataset=str(dataset), out="x", model=str(folder), tokenizer=str(DEMO)))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)
         with pytest.raises(ConfigError, match=r"pip install 'isobatch\[hf\]'"):
@@ -310,3 +318,18 @@ def test_a_micro_batch_moves_with_what_was_processed(tmp_path):
     encoded = packed(model, [tiny_sample(processor, np.random.default_rng(0), 2)], images="encoded")
     assert len(encoded.images) == 2
     assert encoded.processed is None
+
+
+def test_the_page_of_families_is_current_and_names_all_that_are_tested():
+    spec = importlib.util.spec_from_file_location("families", ROOT / "scripts/list_families.py")
+    listing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(listing)
+    assert listing.PAGE.read_text("utf-8") == listing.make_page(), "run scripts/list_families.py"
+    found = listing.results()
+    assert set(found["rule"]) == set(READERS) == set(found["sizes"]) | set(found["samples"])
+    assert set(READERS) == set(saved_folders.FAMILIES)
+    assert set(found["processor_sizes"]) | set(found["refused"]) == set(PROCESSOR_FAMILIES)
+    assert found["refused"] == REFUSED
+    assert set(found["processor_packs"]) == set(TINY)
+    assert set(found["processor_samples"]) == set(NAMES)
+    assert set(found["layers"]) < set(found["ranks"]) < set(found["packs"])
