@@ -21,7 +21,7 @@ from shards.manifest import read_manifest
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image
 from support.cases import for_each
-from support.family_results import record as keep
+from support.cases import record as keep
 from support.models.saved_folders import FAMILIES, save_folder
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "12"))

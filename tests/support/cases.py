@@ -2,8 +2,15 @@
 
 import functools
 import inspect
+import json
+import os
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from typing import Any
+
+from support import TESTS
+
+RESULTS = TESTS / "data" / "family_results.json"
 
 
 def for_each(
@@ -35,3 +42,16 @@ def for_each(
         return run
 
     return decorate
+
+
+def record(kind: str, name: str, value: int | str) -> None:
+    """Keep what was found of a family, if that is asked for (`ISOBATCH_RECORD_FAMILIES`).
+
+    For docs/reference/families.md (`scripts/list_families.py`). One test run at a time.
+    """
+    if "ISOBATCH_RECORD_FAMILIES" not in os.environ:
+        return
+    found = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    found["transformers"] = version("transformers")
+    found.setdefault(kind, {})[name] = value
+    RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")

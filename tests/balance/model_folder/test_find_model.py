@@ -20,8 +20,7 @@ from balance.model_folder.files import ModelFiles
 from balance.model_folder.find_model import READERS, find_model, model_from_files
 from balance.model_folder.json_table import JsonTable
 from balance.presets import model_from_dict, model_to_dict
-from support.cases import for_each
-from support.family_results import record
+from support.cases import for_each, record
 from support.models.saved_folders import FAMILIES, make_processor, save_folder
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "60"))

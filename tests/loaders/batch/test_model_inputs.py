@@ -25,7 +25,7 @@ from loaders.plan.step_plan import StepTotals
 from shards.stored_group import StoredGroup
 
 transformers = pytest.importorskip("transformers")
-from support.family_results import record  # noqa: E402
+from support.cases import record  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -34,7 +34,7 @@ from shards.stored_group import StoredGroup
 from support import ROOT
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image
-from support.family_results import record as keep
+from support.cases import record as keep
 from support.models import saved_folders
 from support.models.processor_folders import PROCESSOR_FAMILIES, TINY, save_processor_folder
 

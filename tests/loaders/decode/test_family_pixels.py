@@ -14,8 +14,7 @@ from PIL import Image
 from balance.media.image_tokens import ImageRejected, plan_image
 from loaders.decode.pixels import normalize, resized_image
 from loaders.decode.resize import LEVELS
-from support.cases import for_each
-from support.family_results import record
+from support.cases import for_each, record
 from support.loading.extract_patches import extract_patches
 from support.oracles.family_processors import Rows, families
 from support.oracles.reference_processors import random_image

@@ -19,7 +19,7 @@ from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import names_of, state_dict_of
 from engine.runtime.pipeline import PipelineOptions
 from loaders.batch.model_inputs.inputs import model_inputs
-from support.family_results import record
+from support.cases import record
 from support.models.tiny_models import IMAGE, NAMES, make_batch, make_model, run_alone
 from support.rank_programs.model_ranks import STEPS, ModelCase, run_model_cases
 
