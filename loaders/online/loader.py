@@ -221,8 +221,13 @@ class BalancedLoader(StepStream):
                 return
 
     def __len__(self) -> int:
-        """Steps of this epoch, the same on every rank; an estimate until `is_len_exact`."""
-        return super().__len__()
+        """Steps of this epoch, the same on every rank; an estimate until `is_len_exact`.
+
+        Measures the first window if nothing is measured yet; all ranks ask for it then.
+        """
+        groups, step_groups = self._position.expected, self._source.settings.step_groups
+        is_whole = self._config.remainder == "drop"
+        return groups // step_groups if is_whole else -(-groups // step_groups)
 
     @property
     def epochs_vary(self) -> bool:
@@ -231,15 +236,18 @@ class BalancedLoader(StepStream):
 
     @property
     def is_len_exact(self) -> bool:
-        """Whether all windows of this epoch are planned, so that its steps are known."""
-        return self._source.is_planned
+        """Whether the last window of this epoch is read, so that its steps are known."""
+        return self._position.is_read
 
     @property
     def remaining_steps(self) -> int:
         """Steps until the epoch ends; as exact as `len`."""
         step_groups = self._source.settings.step_groups
-        position = cast("WindowOrder", self._steps.position)
-        return max(0, len(self) - -(-position.given // step_groups))
+        return max(0, len(self) - -(-self._position.given // step_groups))
+
+    @property
+    def _position(self) -> WindowOrder:
+        return cast("WindowOrder", self._steps.position)
 
     @property
     def limits(self) -> Limits | None:

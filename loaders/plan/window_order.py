@@ -108,6 +108,23 @@ class WindowOrder:
         ahead._fill(self._epoch.source.settings.step_groups)
         return len(ahead._waiting)
 
+    @property
+    def expected(self) -> int:
+        """Groups of the whole epoch by those that are read: by the first ones, if none are.
+
+        By the position alone, and not by how far windows are planned ahead, so equal on all ranks.
+        """
+        read = self.copy()
+        read._fill(0 if self._consumed else 1)
+        placed, made = read._consumed - len(read._carried), read.given + len(read._waiting)
+        left = len(self._epoch.source.lengths) - placed
+        return made + round(left * made / max(1, placed)) if placed else left
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the epoch's last window is read, so that its groups are known."""
+        return self._consumed == len(self._epoch.source.lengths)
+
     def take(self, count: int) -> IntArray:
         """The next `count` groups, int64, those that waited first; fewer at the epoch's end."""
         self._fill(count)

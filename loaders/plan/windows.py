@@ -89,11 +89,6 @@ class WindowGroups(EpochSource):
         self._epoch: WindowEpoch | None = None
         self._next: WindowEpoch | None = None
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether all windows of the epoch are planned."""
-        return self._epoch is not None and self._epoch.is_planned
-
     def epoch(self, number: int) -> WindowEpoch:
         """The groups of an epoch, none of them planned."""
         return self.begin(number, {})[0]

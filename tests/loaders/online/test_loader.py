@@ -112,7 +112,7 @@ def test_resumes_on_other_ranks(rows, folder):
         given.append([content(each) for each in step])
         (state,) = {json.dumps(loader.state_dict()) for loader in ranks}
         states.append(json.loads(state))
-    assert len(given) == len(ranks[0]) > 2
+    assert len(given) > 2
     assert ranks[0].epoch == 1
     again = open_ranks(rows, 2, folder, state=states[0], **options)
     assert [[content(each) for each in step] for step in zip(*again, strict=True)] == given[1:]
@@ -214,6 +214,24 @@ def test_lengths_are_kept_for_later_runs(rows, folder, tmp_path):
     (other,) = open_ranks(rows[1:], 1, folder, lengths_cache=tmp_path)
     assert other.report()["measured"] == 0
     other.close()
+
+
+def test_length_is_estimated_from_the_first_window_on(rows, folder):
+    ranks = open_ranks(rows, 2, folder)
+    (estimate,) = {len(loader) for loader in ranks}
+    assert not ranks[0].is_len_exact
+    lengths, left = [], []
+    for step in zip(*ranks, strict=True):
+        assert len(step) == 2
+        (length,) = {len(loader) for loader in ranks}
+        (remaining,) = {loader.remaining_steps for loader in ranks}
+        lengths.append(length)
+        left.append(remaining)
+    assert abs(estimate - len(lengths)) <= 0.3 * len(lengths)
+    assert lengths[-1] == len(lengths)
+    assert left[-1] == 0
+    for loader in ranks:
+        loader.close()
 
 
 def test_epochs_and_data_loader(rows, folder):
