@@ -54,9 +54,8 @@ def divide_pairs(pairs, bits, state):  # type: ignore[no-untyped-def]
         num = num_one + num_other
         for place in range(num):
             group, at = (one, place) if place < num_one else (other, place - num_one)
-            work[place] = state.loads[state.members[state.starts[group] + at]]
-        sides = np.zeros(num, np.bool_)
-        sides[num_one:] = True
+            _fill(work[place], state.loads[state.members[state.starts[group] + at]])
+        sides = np.arange(num) >= num_one
         above = state.above[one], state.above[other]
         found = _best_division(work[:num], sides, above, bits[pair], state)
         if found and _has_room(sides, num_one, one, other, state):
@@ -94,19 +93,20 @@ def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped
     first, second = np.empty_like(one), np.empty_like(other)
     better = False
     for change in range(CHANGES):
-        tried[:] = sides
+        _fill(tried, sides)
         for _ in range(0 if change == 0 else 1 + change % 3):
             bits = _next_bits(bits)
             changed = np.int64(bits % np.uint64(len(sides)))
             tried[changed] = not tried[changed]
-        first[:], second[:] = one, other
+        _fill(first, one)
+        _fill(second, other)
         for place in range(len(tried)):
             if tried[place] != given[place]:
                 _shift(first, second, loads[place], tried[place])
         cost = _descend(loads, tried, first, second, state)
         if cost < least and not _breaks(first, state) and not _breaks(second, state):
             least, better = cost, True
-            sides[:] = tried
+            _fill(sides, tried)
         if least <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
             break
     return better
@@ -154,6 +154,13 @@ def _best_swap(loads, sides, place, first, second, state):  # type: ignore[no-un
             if found < least:
                 least, best = found, twin
     return least, best
+
+
+@numba.njit(cache=True)
+def _fill(target, source):  # type: ignore[no-untyped-def]
+    """As `target[:] = source`, which numba takes a second to compile, with all of its errors."""
+    for place in range(len(source)):
+        target[place] = source[place]
 
 
 @numba.njit(cache=True, inline="always")
@@ -225,7 +232,7 @@ def _move(sides, num_one, one, other, state):  # type: ignore[no-untyped-def]
             if sides[place] == side:
                 members[at] = movable[place]
                 at += 1
-        members[at : at + len(rest)] = rest
+        _fill(members[at : at + len(rest)], rest)
         sizes[group] = at + len(rest) - starts[group]
     for place in range(num):
         if sides[place] != (place >= num_one):
