@@ -20,6 +20,7 @@ from packer.media.video_header import read_video_header
 from packer.records.media import Media, SampleProblem, open_media
 from shards.folders import Folder, is_uri, open_folder
 from shards.manifest import Manifest
+from shards.stored_group import frame_paths
 
 _NUMBERS = {
     "image": ("image_widths", "image_heights", "image_frames", "image_rates"),
@@ -76,8 +77,11 @@ def _problem(root: Folder, manifest: Manifest, file: _File, owner: str) -> str:
     if kind == "image" and len(counted) > 2:
         kind, counted = ("video", counted) if counted[2] else (kind, counted[:2])
     try:
-        with open_media(root, Media(name), kind) as content:
-            found = _numbers(content, kind, name, manifest)
+        if frames := frame_paths(name):
+            found = _film_numbers(root, frames)
+        else:
+            with open_media(root, Media(name), kind) as content:
+                found = _numbers(content, kind, name, manifest)
     except (SampleProblem, MediaRejected) as problem:
         return f"sample {owner!r}: {problem}"
     if found != counted:
@@ -91,6 +95,17 @@ _TEXTS = {
     "video": "{2} frames of {0} x {1} pixels, {3:.5g} per second",
     "audio": "{} samples",
 }
+
+
+def _film_numbers(root: Folder, frames: list[str]) -> tuple[float, ...]:
+    sizes = set()
+    for frame in frames:
+        with open_media(root, Media(frame), "image") as content:
+            header = read_header(content, frame, decode=True)
+        sizes.add((header.width, header.height))
+    if len(sizes) > 1:
+        raise SampleProblem("frame_sizes", f"{frames[0]} and others of its list")
+    return (*sizes.pop(), len(frames), 0.0)
 
 
 def _numbers(content: Any, kind: str, name: str, manifest: Manifest) -> tuple[float, ...]:

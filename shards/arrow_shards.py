@@ -7,7 +7,7 @@ copy until an image is decoded. With refs, paths replace the bytes of images and
 import json
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pyarrow.ipc
 from numpy.typing import NDArray
 
 from balance.errors import DataError, first_line
+from balance.media.frame_archive import pack_frames
 from balance.types import IntArray
 from shards.arrow.record_batch import ArrowLayout, RecordBatchMessage
 from shards.stored_group import (
@@ -31,10 +32,12 @@ from shards.stored_group import (
     GroupBytes,
     Int32Array,
     MediaReader,
+    MissingFile,
     PackedBlock,
     PackedFiles,
     StoredGroup,
     closed_on_error,
+    frame_paths,
 )
 
 BUFFER_BYTES = 1 << 20
@@ -267,8 +270,25 @@ def _files(
     if media is None:
         return batch.files(name), (), owners, numbers
     paths = [str(path, "utf-8") for path in batch.files(name)]
-    contents = media.read(paths, [sample_ids[place] for place in owners], where)
+    contents = _read_refs(media, paths, [sample_ids[place] for place in owners], where)
     return contents, paths, owners, numbers
+
+
+def _read_refs(
+    media: MediaReader, paths: Sequence[str], owners: Sequence[str], where: str
+) -> Contents:
+    """The files at paths; of a list of images, their archive."""
+    lists = [frame_paths(path) for path in paths]
+    if not any(lists):
+        return media.read(paths, owners, where)
+    names = [frames or [path] for path, frames in zip(paths, lists, strict=True)]
+    whose = [owner for owner, own in zip(owners, names, strict=True) for _ in own]
+    found, contents = iter(media.read([*chain(*names)], whose, where)), []
+    for frames, own in zip(lists, names, strict=True):
+        files = [*islice(found, len(own))]
+        missing = [each for each in files if isinstance(each, MissingFile)]
+        contents.append(pack_frames(files) if frames and not missing else (missing or files)[0])
+    return contents
 
 
 def _owners(borders: tuple[int, ...]) -> Int32Array:

@@ -3,6 +3,7 @@
 The same for every format; `shards.arrow_shards` and `shards.tar_shards` write and read them.
 """
 
+import json
 import struct
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,20 @@ ExtraTypes = Mapping[str, ExtraType]
 NO_EXTRAS: ExtraTypes = {}
 EXTRAS = "extras"
 """Name of these columns in manifests, shards and micro-batches."""
+
+FRAMES = "frames:"
+"""Before the path of a list of images that is a video, in a refs build: their paths as JSON."""
+
+
+def frame_paths(path: str) -> list[str]:
+    """The images of a video that is a list of them; none for a file.
+
+    >>> frame_paths('frames:["a/0.png", "a/1.png"]'), frame_paths("a.mp4")
+    (['a/0.png', 'a/1.png'], [])
+    """
+    paths: list[str] = json.loads(path.removeprefix(FRAMES)) if path.startswith(FRAMES) else []
+    return paths
+
 
 NO_NUMBERS: Int32Array = np.zeros(0, np.int32)
 NO_NUMBERS.flags.writeable = False  # it is shared

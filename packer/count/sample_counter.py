@@ -22,14 +22,14 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
-from packer.records.media import BLOB_SCHEME, FRAMES, Media, SampleProblem, from_base
+from packer.records.media import BLOB_SCHEME, Media, SampleProblem, from_base
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.records.user_map import load_map
 from packer.sources.base import Chunk
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
 from shards.folders import Folder, open_folder, readers
-from shards.stored_group import EXTRAS
+from shards.stored_group import EXTRAS, FRAMES
 
 _INTS = pa.list_(pa.int32())
 _TEXT, _LONG = pa.string(), pa.int64()

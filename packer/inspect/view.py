@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from balance.errors import ConfigError, DamagedShard, first_line
 from balance.media.audio_tokens import plan_clip
+from balance.media.frame_archive import pack_frames
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.media.video_rules import VideoRule
 from balance.media.video_tokens import VideoFacts, plan_video
@@ -30,7 +31,7 @@ from shards.arrow_shards import decode_arrow, shard_schema
 from shards.folders import on_disk, open_folder
 from shards.index import IDS_NAME, INDEX_NAME, open_index
 from shards.manifest import FolderFiles, Manifest, read_manifest
-from shards.stored_group import DECODE_ERRORS, StoredGroup
+from shards.stored_group import DECODE_ERRORS, StoredGroup, frame_paths
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, read_groups, read_table
 from shards.tar_shards import decode_tar
 
@@ -312,7 +313,11 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     try:
         if manifest.format == "refs":
             # a link was allowed or refused when the build was made
-            data = open_folder(manifest.data_root or "", follow_links=True).read(name)
+            root, frames = (
+                open_folder(manifest.data_root or "", follow_links=True),
+                frame_paths(name),
+            )
+            data = pack_frames(map(root.read, frames)) if frames else root.read(name)
         else:
             data = bytes(stored.images[number])
         thumbnail = make_thumbnail(data, is_video=num_frames > 0)

@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes
 from balance.media.frame_archive import pack_frames
 from shards.folders import Folder
 from shards.local_folder import OutsideFolder
+from shards.stored_group import FRAMES
 
 FILE_KEYS: dict[str, tuple[str, ...]] = {
     "image": ("image", "images", "jpg", "jpeg", "png", "webp"),
@@ -29,9 +30,8 @@ FILE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """Keys of a record's files; suffixes are columns of tables made from WebDataset tars."""
 BLOB_SCHEME = "blob:"
-"""Prefix of containers in the staging folder."""
-FRAMES = "frames:"
-"""Container of a counted list of images: its name is the JSON of the images' own places."""
+"""Prefix of containers in the staging folder. That of a counted list of images is FRAMES, and its
+name the JSON of the images' own places."""
 FRAME_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 _FRAME_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM")
 _NUMBER = re.compile(r"([0-9]+)")

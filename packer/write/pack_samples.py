@@ -19,12 +19,12 @@ from balance.errors import ConfigError
 from balance.types import COUNT_COLUMNS, LABEL_IGNORE, FloatArray, IntArray
 from packer.media.image_header import check_png
 from packer.records.extras import typed
-from packer.records.media import FRAMES, Blobs, Media, SampleProblem, read_into
+from packer.records.media import Blobs, Media, SampleProblem, read_into
 from shards.arrow_shards import MOST_FILE_BYTES
 from shards.folders import is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat
-from shards.stored_group import EXTRAS, ExtraTypes, Int32Array, PackedBlock, PackedFiles
+from shards.stored_group import EXTRAS, FRAMES, ExtraTypes, Int32Array, PackedBlock, PackedFiles
 
 PNG_MAGIC = b"\x89PNG"
 
@@ -211,11 +211,28 @@ def _unread_files(staged: pa.RecordBatch, column: str) -> PackedFiles:
         numbers["rate"] = staged.column(column).flatten().field("rate").to_numpy()
     return PackedFiles(
         offsets=_borders(staged.column(column)),
-        paths=staged.column(column).flatten().field("name").to_pylist(),
+        paths=_paths(staged.column(column).flatten()),
         content=np.empty(int(offsets[-1]), np.uint8),
         content_offsets=offsets,
         numbers=numbers,
     )
+
+
+def _paths(files: pa.StructArray) -> list[str]:
+    """The files' names; of a list of images, those of all."""
+    paths: list[str] = files.field("name").to_pylist()
+    containers = files.field("container").to_pylist()
+    for place in (place for place, each in enumerate(containers) if each == FRAMES):
+        names = [name for name, *_ in json.loads(paths[place])]
+        paths[place] = FRAMES + json.dumps(names, ensure_ascii=False)
+    return paths
+
+
+def _is_contained(media: Media) -> bool:
+    """Whether a file, or an image of a list of them, is inside another file."""
+    if media.container != FRAMES:
+        return bool(media.container)
+    return any(container for _, container, *_ in json.loads(media.name))
 
 
 _File = tuple[Media, memoryview]
@@ -263,7 +280,7 @@ def _read_sample(
     root = open_folder(place, follow_links=config.follow_links)
     try:
         for media, view in (*images, *audios):
-            if config.format == "refs" and media.container:
+            if config.format == "refs" and _is_contained(media):
                 what = "a list of images" if media.container == FRAMES else media.name
                 refused = f"{what} is no file of its own, so no shard can refer to it"
                 raise ConfigError(f"--format refs: {refused}; use arrow or webdataset")

@@ -14,9 +14,11 @@ from balance.errors import ConfigError, DataError
 from balance.media.frame_archive import pack_frames
 from loaders import StreamingLoader
 from loaders.read.build import open_build
+from packer.inspect.view import inspect_group
+from packer.verify import verify_build
 from packer.write import pack_samples
 from shards import arrow_shards
-from support.builds.packed import build, read_samples
+from support.builds.packed import build, quiet, read_samples
 from support.odd_videos import encoded, picture
 
 FILM, OTHER = encoded(12), encoded(9, container="webm", codec="libvpx")
@@ -172,14 +174,10 @@ def test_every_source_gives_the_same_samples(tmp_path, plain):
 
 
 def test_every_format_holds_the_files_and_the_loader_decodes_them(tmp_path, plain):
-    raw = tmp_path / "raw"
-    write_files(raw)
-    lines = [record for record in records() if record["id"] != "frames"]
-    (raw / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     seen = {}
     for number, form in enumerate(("arrow", "webdataset", "refs")):
         out = tmp_path / form
-        build(raw, out, **OPTIONS, format=form, seed=5)
+        build(plain[0], out, **OPTIONS, format=form, seed=5)
         with_files = open_build(out)
         groups = [with_files.read(group) for group in range(len(with_files.index))]
         stored = {}
@@ -192,7 +190,7 @@ def test_every_format_holds_the_files_and_the_loader_decodes_them(tmp_path, plai
                 assert files == contents(sample_id), form
         loader = StreamingLoader(out, dp_rank=0, dp_world_size=1, pixel_dtype=torch.uint8)
         batches = {batch.sample_ids: batch for (batch,) in loader}
-        assert sorted(each for ids in batches for each in ids) == ["mixed", "one"]
+        assert sorted(each for ids in batches for each in ids) == sorted(SAMPLES)
         pixels = [batches[key].pixel_values for key in sorted(batches)]
         if number == 0:
             seen = stored
@@ -200,8 +198,16 @@ def test_every_format_holds_the_files_and_the_loader_decodes_them(tmp_path, plai
         assert stored == seen, form
         assert all(torch.equal(a, b) for a, b in zip(pixels, first, strict=True)), form
         with_files.close()
-    with pytest.raises(ConfigError, match="a list of images is no file of its own"):
-        build(plain[0], tmp_path / "refused", **OPTIONS, format="refs")
+    assert not verify_build(out, quiet(), workers=1, media=True).problems
+    shown = [each for g in range(len(groups)) for each in inspect_group(out, g).samples]
+    assert [image.problem for each in shown for image in each.images] == [""] * 6
+    (plain[0] / FRAMES[1]).write_bytes(picture(size=(20, 20)))
+    (problem,) = verify_build(out, quiet(), workers=1, media=True).problems
+    (plain[0] / FRAMES[1]).write_bytes(FILES[FRAMES[1]])
+    assert "sample 'frames': frame_sizes" in problem
+    tar(tmp_path / "tar")
+    with pytest.raises(ConfigError, match="is no file of its own"):
+        build(tmp_path / "tar", tmp_path / "refused", **OPTIONS, format="refs")
 
 
 def test_more_bytes_than_a_group_holds_are_one_line(tmp_path, plain, monkeypatch):
