@@ -27,9 +27,8 @@ RATES = (24000 / 1001, 24.0, 25.0, 30000 / 1001, 30.0, 50.0, 60.0, 15.0, 10.0, 1
 
 @pytest.fixture(autouse=True)
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolVLM's numbers, where `num2words` is not installed."""
-    if processing_smolvlm.num2words is None:
-        monkeypatch.setattr(processing_smolvlm, "num2words", number_words)
+    """SmolVLM's numbers: `num2words` need not be installed, and other tests put `str` there."""
+    monkeypatch.setattr(processing_smolvlm, "num2words", number_words)
 
 
 def random_facts(seed: int, count: int = DRAWS) -> list[VideoFacts]:
