@@ -16,6 +16,7 @@ from collections import deque
 from contextlib import suppress
 from types import ModuleType
 
+import pytest
 from _pytest.pathlib import import_path
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
@@ -51,15 +52,24 @@ def _import_tests(config):
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
                 if file.name in ("__main__.py", "conftest.py"):
                     continue
-                with suppress(Exception):
-                    import_path(
-                        file,
-                        mode=config.getoption("importmode"),
-                        root=config.rootpath,
-                        consider_namespace_packages=False,
-                    )
+                _import(file, config)
         if ranks := _ranks():
             ranks.preload()
+
+
+def _import(file, config):
+    try:
+        import_path(
+            file,
+            mode=config.getoption("importmode"),
+            root=config.rootpath,
+            consider_namespace_packages=False,
+        )
+    except (Exception, pytest.skip.Exception):
+        # pytest leaves the part of it that ran, which a worker would take for all of it
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) == str(file):
+                del sys.modules[name]
 
 
 def _ranks():
