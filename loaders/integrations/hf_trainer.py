@@ -135,6 +135,8 @@ class BalancedMixin(_Base):
         self._per_label = first.loss_normalizer / max(1, first.num_loss_tokens)
         self._num_own_tokens += sum(len(batch.input_ids) for batch in step.micro_batches)
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
+        for each in inputs:  # the trainer gives it to the model, or divides by it
+            each.pop("num_items_in_batch", None)
         return inputs, torch.tensor(first.loss_normalizer)
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
