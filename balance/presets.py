@@ -138,10 +138,18 @@ class LlmShape(TransformerShape):
     """Attention's output is multiplied by a gate as wide as the queries (Qwen3.5)."""
     linear_weights: int | None = None
     """Entries of the matrices of attention in a layer where it is linear (no `window`)."""
+    full_head_size: int | None = None
+    """Size of heads in layers that attend over a whole sample, if it is another (Gemma 4)."""
+    mean_attention_weights: int | None = None
+    """Entries of the matrices of one layer's attention, where layers differ in them (Gemma 4)."""
+    embedding_size: int | None = None
+    """Values per token in all tables of embeddings; None: `hidden_size` (Gemma 4 has more)."""
 
     @property
     def attention_weights(self) -> int:
         """Entries of the matrices of one layer's attention, mean over layers."""
+        if self.mean_attention_weights is not None:
+            return self.mean_attention_weights
         gate = self.hidden_size * self.attention_size * self.gated_attention
         full = super(LlmShape, self).attention_weights + gate
         if self.num_full_layers is None or self.linear_weights is None:
@@ -156,6 +164,14 @@ class LlmShape(TransformerShape):
         experts = 3 if self.gated else 2
         width = self.ffn_size if self.all_experts_size is None else self.all_experts_size
         return self.attention_weights + experts * self.hidden_size * width
+
+    def mean_squares(self, lengths: IntArray, squares: IntArray) -> IntArray:
+        """As of other shapes; squares of larger heads count for more."""
+        mean = super(LlmShape, self).mean_squares(lengths, squares)
+        if self.full_head_size is None or self.num_full_layers is None:
+            return mean
+        more = self.num_full_layers * (self.full_head_size - self.head_size)
+        return mean + more * squares // (self.num_layers * self.head_size)
 
     def _windowed(self, lengths: IntArray, squares: IntArray, window: int) -> IntArray:
         """A causal window: the first tokens attend to fewer."""

@@ -40,11 +40,13 @@ MODELS = (
 )
 """Families, with the types of their parts."""
 TEXTS = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")
-VISIONS = ("clip_vision_model", "siglip_vision_model", "pixtral")
+VISIONS = ("clip_vision_model", "siglip_vision_model", "pixtral", "gemma4_vision")
 
 _READ = """
 d_model downsample_hidden_size encoder_attention_heads encoder_ffn_dim encoder_layers n_window
 n_window_infer num_mel_bins output_dim
+attention_k_eq_v enable_moe_block hidden_size_per_layer_input num_kv_shared_layers
+pooling_kernel_size top_k_experts use_double_wide_mlp
 depth embed_dim first_k_dense_replace fullatt_block_indexes deepstack_visual_indexes head_dim
 downsample_ratio hidden_size image_seq_length image_size in_channels intermediate_size
 linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim

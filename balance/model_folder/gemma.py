@@ -1,12 +1,14 @@
 """Gemma 3 and PaliGemma (one square), Gemma 4 (a budget of tokens). Pure."""
 
+from dataclasses import replace
+
 from balance.media.rules.budget import BudgetRule
 from balance.media.rules.fixed import FixedRule
 from balance.model_folder.files import ModelFiles
 from balance.model_folder.json_table import JsonTable
 from balance.model_folder.pixels import HARMLESS, pixels_of, square_side
 from balance.model_folder.shapes import llm_shape, part_of, vit_shape
-from balance.presets import MediaMarkup, ModelPreset
+from balance.presets import LlmShape, MediaMarkup, ModelPreset
 
 _PAN_AND_SCAN = (
     *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
@@ -17,6 +19,8 @@ _PROCESSOR_HARMLESS = (
     *("processor_class", "auto_map", "audio_seq_length", "audio_ms_per_token"),
     "image_seq_length",
 )
+_FULL_HEAD_SIZE = 512
+"""`global_head_dim` of Gemma 4, where a config says nothing."""
 _GEMMA3_TOKENS = 256
 """`image_seq_length` of Gemma3Processor."""
 
@@ -53,7 +57,7 @@ def read_paligemma(files: ModelFiles) -> ModelPreset:
 
 
 def read_gemma4(files: ModelFiles) -> ModelPreset:
-    """Gemma 4: the largest size within a budget of tokens; no dimensions yet."""
+    """Gemma 4: the largest size within a budget of tokens."""
     images = files.image_table("Gemma4ImageProcessor")
     rule = BudgetRule(
         **pixels_of(images),
@@ -64,10 +68,12 @@ def read_gemma4(files: ModelFiles) -> ModelPreset:
     images.require_read((*HARMLESS, "default_to_square", "image_seq_length", "size"))
     files.processor_table().require_read(_PROCESSOR_HARMLESS)
     token = files.named_token("image_token")
+    vision, text = part_of(files, "vision_config"), part_of(files, "text_config")
+    projector = vision.count("hidden_size"), text.count("hidden_size")
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: a budget of tokens, from the model's own files",
-        context_len=part_of(files, "text_config").count("max_position_embeddings"),
+        context_len=text.count("max_position_embeddings"),
         image_markup=MediaMarkup(
             token=token,
             placeholder=token,
@@ -75,7 +81,65 @@ def read_gemma4(files: ModelFiles) -> ModelPreset:
             suffix=files.named_token("eoi_token"),
         ),
         vision=rule,
+        vit=replace(vit_shape(vision, projector, pooled=rule.pool_size**2), query_key_norm=True),
+        llm=_gemma4_llm(text),
     )
+
+
+def _gemma4_llm(text: JsonTable) -> LlmShape:
+    """A mean layer: those over whole samples have larger heads, the last ones keys of others."""
+    layers, hidden = text.count("num_hidden_layers"), text.count("hidden_size")
+    heads, kv_heads = text.count("num_attention_heads"), text.count("num_key_value_heads")
+    head = text.count("head_dim")
+    kinds = text.value("layer_types") or [
+        "sliding_attention" if number % 6 else "full_attention" for number in range(1, layers + 1)
+    ]
+    kinds = [*kinds[:-1], "full_attention"]
+    full = kinds.count("full_attention")
+    first_shared = layers - text.whole("num_kv_shared_layers")
+    same = bool(text.value("attention_k_eq_v"))
+    full_head, full_kv_heads = _full_heads(text, kinds, kv_heads if not same else None)
+    attention = ffn = 0
+    for number, kind in enumerate(kinds):
+        is_full = kind == "full_attention"
+        size, count = (full_head, full_kv_heads) if is_full else (head, kv_heads)
+        projections = 0 if number >= first_shared else 1 if same and is_full else 2
+        attention += hidden * size * (2 * heads + projections * count)
+        wide = bool(text.value("use_double_wide_mlp")) and number >= first_shared
+        ffn += text.count("intermediate_size") * (1 + wide)
+    # a layer's own embedding: two matrices in it, and its part of one before all layers
+    own = text.whole("hidden_size_per_layer_input")
+    active = held = ffn // layers + own
+    if text.value("enable_moe_block"):
+        expert = text.count("moe_intermediate_size")
+        active += expert * text.count("top_k_experts")
+        held += expert * text.count("num_experts")
+    return LlmShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head,
+        ffn_size=active,
+        gated=True,
+        vocab_size=text.count("vocab_size"),
+        num_full_layers=full if full < layers else None,
+        window=text.count("sliding_window") if full < layers else None,
+        all_experts_size=held if held > active else None,
+        full_head_size=full_head,
+        mean_attention_weights=attention // layers,
+        embedding_size=hidden + layers * own,
+    )
+
+
+def _full_heads(text: JsonTable, kinds: list[str], kv_heads: int | None) -> tuple[int, int]:
+    """Size of the heads of layers over whole samples, and their key heads, if not `kv_heads`."""
+    own = text.table("per_layer_config").given
+    number = kinds.index("full_attention")
+    given = own.get(str(number), own.get(f"{number:02d}", {}))
+    head = given.get("head_dim") or text.value("global_head_dim") or _FULL_HEAD_SIZE
+    keys = given.get("num_key_value_heads") or text.value("num_global_key_value_heads")
+    return head, kv_heads or keys or text.count("num_key_value_heads")
 
 
 def _one_square(

@@ -127,6 +127,7 @@ def vit_shape(
 ) -> VitShape:
     """Dimensions of an encoder whose config has CLIP's names (SigLIP's, InternViT's, Pixtral's)."""
     heads = vision.count("num_attention_heads")
+    channels = vision.count("num_channels") if "num_channels" in vision else 3
     return VitShape(
         num_layers=vision.count("num_hidden_layers"),
         hidden_size=vision.count("hidden_size"),
@@ -134,9 +135,9 @@ def vit_shape(
         num_kv_heads=heads,
         head_size=_head_size(vision, heads),
         ffn_size=vision.count("intermediate_size"),
-        gated=vision.text("model_type") == "pixtral",
+        gated=vision.text("model_type") in ("pixtral", "gemma4_vision"),
         projector=projector,
-        patch_values=vision.count("num_channels") * frames * vision.count("patch_size") ** 2,
+        patch_values=channels * frames * vision.count("patch_size") ** 2,
         query_key_norm=bool(vision.value("use_qk_norm")),
         layer_scale=layer_scale,
         pooled=pooled,

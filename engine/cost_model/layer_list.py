@@ -134,7 +134,8 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
     a, k = (-(-num // tp) * shape.head_size for num in (shape.num_heads, shape.num_kv_heads))
     f = -(-shape.ffn_size // tp)
     attention = a + 2 * k
-    if isinstance(shape, LlmShape) and (shape.gated_attention or shape.linear_weights):
+    mixed = ("gated_attention", "linear_weights", "mean_attention_weights")
+    if any(getattr(shape, name, None) for name in mixed):
         # a mean layer: with a gate, or with other matrices where attention is linear
         attention = shape.attention_weights // h // tp - a
     causal = isinstance(shape, LlmShape)
@@ -261,8 +262,8 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         part="llm",
         stream=sizes.stream,
         operations=(sizes.elementwise(4.0 * h, 2), *gather),
-        num_params=llm.vocab_size * h,
-        gpu_params=vocabulary * h,
+        num_params=llm.vocab_size * (llm.embedding_size or h),
+        gpu_params=vocabulary * (llm.embedding_size or h),
         working_bytes=2.0 * h,
         sent=sent,
     )

@@ -23,7 +23,9 @@ from balance.types import Counts
 from support.cases import for_each
 from support.models.saved_folders import FAMILIES, make_config, save_folder
 
-NO_PRODUCT = r"embed_tokens|pos_embed|position_embedding|cls_token|conv1d|mlp\.gate\.|expert_gate"
+NO_PRODUCT = (
+    r"embed_tokens|pos_embed|position_embedding|cls_token|conv1d|mlp\.gate\.|expert_gate|router"
+)
 """Tables, and what the cost model leaves out: routers, and the convolution of linear attention."""
 
 
@@ -44,8 +46,8 @@ def make_model(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText.from_config(config).model
 
 
-WITHOUT = ("gemma4", "minicpmv4_6")
-"""Families whose dimensions are not read yet."""
+WITHOUT = ("minicpmv4_6",)
+"""Families whose dimensions are not read."""
 
 
 @for_each("name", [name for name in FAMILIES if name not in WITHOUT])
@@ -57,8 +59,46 @@ def test_the_weights_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     held = llm.num_layers * llm.held_weights
     assert held == pytest.approx(matrices(model, "language_model", "text_model"), rel=1e-5)
     encoder = vit.num_layers * vit.layer_weights + vit.patch_values * vit.hidden_size
-    parts = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+    parts = (
+        "embed_vision",
+        "visual",
+        "vision_tower",
+        "vision_model",
+        "multi_modal_projector",
+        "connector",
+    )
     assert encoder + vit.projector_weights == matrices(model, *parts)
+
+
+GEMMA4 = {
+    "E2B": {"num_kv_shared_layers": 12, "use_double_wide_mlp": True, "num_key_value_heads": 1},
+    "26B": {
+        **{"enable_moe_block": True, "num_experts": 16, "top_k_experts": 4},
+        **{"moe_intermediate_size": 704, "attention_k_eq_v": True, "intermediate_size": 2112},
+        **{"hidden_size_per_layer_input": 0, "num_global_key_value_heads": 2},
+    },
+    "other": {"global_head_dim": 128, "sliding_window": 64, "num_hidden_layers": 9},
+}
+"""Texts of Gemma 4 with layers that differ."""
+
+
+def test_gemma_4s_layers_differ_and_are_their_mean(tmp_path: Path) -> None:
+    for name, changes in GEMMA4.items():
+        config = transformers.AutoConfig.for_model("gemma4_text", **changes)
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config)
+        family = replace(FAMILIES["gemma4"], config={"text_config": changes, "vision_config": {}})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(FAMILIES, "gemma4", family)
+            save_folder("gemma4", tmp_path / name)
+        _, llm = find_model(str(tmp_path / name)).dimensions
+        held = llm.num_layers * llm.held_weights
+        # a mean layer has whole numbers
+        assert held == pytest.approx(matrices(model, "layers", "per_layer_model"), rel=1e-4), name
+        tables = model.embed_tokens.weight.numel()
+        if config.hidden_size_per_layer_input:
+            tables += model.embed_tokens_per_layer.weight.numel()
+        assert llm.vocab_size * (llm.embedding_size or 0) == tables, name
 
 
 TEXT = {
@@ -68,6 +108,19 @@ TEXT = {
 }
 ENCODER = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
 TINY = {
+    "gemma4": {
+        "text_config": {
+            **{key: TEXT[key] for key in TEXT if key != "rope_parameters"},
+            **{"num_hidden_layers": 4, "global_head_dim": 16, "sliding_window": 64},
+            **{"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "head_dim": 8},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2},
+            **{"use_double_wide_mlp": True, "vocab_size_per_layer_input": 64},
+        },
+        "vision_config": {
+            **{"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 16},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4},
+        },
+    },
     "qwen2_5_vl": {
         "text_config": TEXT,
         "vision_config": {
@@ -97,8 +150,12 @@ TINY = {
 
 def tiny(name: str) -> tuple[Any, ModelPreset]:
     config = transformers.AutoConfig.for_model(name, **TINY[name])
-    images = {"patch_size": 4, "image_processor_type": "Qwen2VLImageProcessor"}
-    files = ModelFiles(where=name, config=config.to_dict(), image_processor=images)
+    kind = "Gemma4" if name == "gemma4" else "Qwen2VL"
+    images = {"patch_size": 4, "image_processor_type": f"{kind}ImageProcessor"}
+    tokens = FAMILIES[name].tokens
+    files = ModelFiles(
+        where=name, config=config.to_dict(), image_processor=images, tokenizer=tokens
+    )
     torch.manual_seed(0)
     # experts one by one: torch does not count grouped products
     kind = transformers.AutoModelForImageTextToText
@@ -118,12 +175,19 @@ def counted(run: Any) -> int:
 
 @for_each("name", list(TINY))
 def test_an_image_costs_what_torch_counts(name: str) -> None:
-    """16 x 16 ViT patches: four whole windows of Qwen2.5-VL's."""
+    """16 x 16 ViT patches: four whole windows of Qwen2.5-VL's. 15 x 15 of Gemma 4's."""
     model, preset = tiny(name)
-    grid = torch.tensor([[1, 16, 16]])
-    pixels = torch.zeros(256, 3 * 2 * 4 * 4)
-    flops = counted(lambda: model.model.visual(pixels, grid_thw=grid))
-    counts = counts_of(vit_tokens=256, seq_len=64)
+    side = 15 if name == "gemma4" else 16
+    if name == "gemma4":
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))[None]
+        pixels = torch.zeros(1, side**2, 3 * 4 * 4)
+        flops = counted(lambda: model.model.get_image_features(pixels, places))
+        flops -= 2 * 25 * side**2 * 32  # transformers averages by a product with zeros and ninths
+    else:
+        grid = torch.tensor([[1, side, side]])
+        pixels = torch.zeros(side**2, 3 * 2 * 4 * 4)
+        flops = counted(lambda: model.model.visual(pixels, grid_thw=grid))
+    counts = counts_of(vit_tokens=side**2, seq_len=64)
     cost = FlopsModel.of(preset)
     assert cost.vit_flops(cost.loads(counts)).tolist() == [flops]
 
