@@ -168,10 +168,12 @@ class LlmShape(TransformerShape):
     def mean_squares(self, lengths: IntArray, squares: IntArray) -> IntArray:
         """As of other shapes; squares of larger heads count for more."""
         mean = super(LlmShape, self).mean_squares(lengths, squares)
-        if self.full_head_size is None or self.num_full_layers is None:
-            return mean
-        more = self.num_full_layers * (self.full_head_size - self.head_size)
-        return mean + more * squares // (self.num_layers * self.head_size)
+        more = (self.num_full_layers or 0) * ((self.full_head_size or 0) - self.head_size)
+        return (
+            mean
+            if self.full_head_size is None
+            else mean + more * squares // (self.num_layers * self.head_size)
+        )
 
     def _windowed(self, lengths: IntArray, squares: IntArray, window: int) -> IntArray:
         """A causal window: the first tokens attend to fewer."""

@@ -134,12 +134,17 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
 
 def _full_heads(text: JsonTable, kinds: list[str], kv_heads: int | None) -> tuple[int, int]:
     """Size of the heads of layers over whole samples, and their key heads, if not `kv_heads`."""
-    own = text.table("per_layer_config").given
-    number = kinds.index("full_attention")
-    given = own.get(str(number), own.get(f"{number:02d}", {}))
-    head = given.get("head_dim") or text.value("global_head_dim") or _FULL_HEAD_SIZE
-    keys = given.get("num_key_value_heads") or text.value("num_global_key_value_heads")
-    return head, kv_heads or keys or text.count("num_key_value_heads")
+    own, number = text.table("per_layer_config"), kinds.index("full_attention")
+    layer = own.table(str(number) if str(number) in own else f"{number:02d}")
+    head, keys = _FULL_HEAD_SIZE, kv_heads or text.count("num_key_value_heads")
+    if "global_head_dim" in text:
+        head = text.count("global_head_dim")
+    if "head_dim" in layer:
+        head = layer.count("head_dim")
+    if kv_heads is None:
+        for table, key in ((text, "num_global_key_value_heads"), (layer, "num_key_value_heads")):
+            keys = table.count(key) if key in table else keys
+    return head, keys
 
 
 def _one_square(
