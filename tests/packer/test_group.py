@@ -10,6 +10,7 @@ from balance.grouping.caps import GroupOptions
 from packer.group import group_files, read_lengths
 from packer.progress import StageProgress
 from shards.tables import read_groups
+from support.cases import for_each
 
 ROWS = [
     {"vit_num": 1, "token_num": 300, "image_flags": 1},
@@ -84,7 +85,7 @@ def test_samples_over_a_cap_are_listed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "message"),
     [
         ({"x": {}}, "no `token_lengths`"),

@@ -58,7 +58,7 @@ def extra_ns(observe, recompute):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble"])
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 1.0])
+@for_each("share", [0.05, 0.3, 0.7, 1.0])
 @for_each("seed", range(6))
 def test_it_ends_within_a_layer_per_stage_of_the_exact_choice(name, share, seed):
     observe = model(seed, name=name, share=share)

@@ -27,7 +27,7 @@ def problem_of(seed, count, name="1f1b", where="never", stages=3):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble"])
-@pytest.mark.parametrize("where", ["never", "own", "any"])
+@for_each("where", ["never", "own", "any"])
 def test_exchanges_find_the_best_of_all_orders_on_nearly_all_small_steps(name, where):
     found = 0
     for seed in range(20):

@@ -48,8 +48,8 @@ def untuned(samples, given, pipeline):
     return evaluate(costs, pipeline.borders, pipeline.recompute, schedule)
 
 
-@pytest.mark.parametrize("encode", ["never", "own", "any"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@for_each("encode", ["never", "own", "any"])
 @for_each("seed", range(6))
 def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule, encode):
     samples, given = step_of(seed)

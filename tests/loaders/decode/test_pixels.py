@@ -144,8 +144,8 @@ def test_normalising_leaves_its_input_as_it_was_and_refuses_its_output() -> None
         normalize(rule, normalized)
 
 
-@pytest.mark.parametrize("name", CHECKED)
 @pytest.mark.parametrize("exact", [True, False])
+@for_each("name", CHECKED)
 def test_a_resized_image_is_what_patches_are_cut_from(name: str, exact: bool) -> None:
     rule = load_model(name).vision
     for image in _checked_images()[:3]:

@@ -12,6 +12,7 @@ from packer.config import BuildConfig
 from packer.progress import StageProgress
 from packer.report.figures import make_report
 from support.builds.raw_data import good_records, options, write_dataset
+from support.cases import for_each
 
 SEED = 3
 BUILDS = [("tiny", "arrow", 256), ("tiny", "webdataset", 256), ("qwen2_vl", "refs", 1500)]
@@ -32,7 +33,7 @@ def build(request, dataset, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(("dp", "micro_batches"), [(2, 1), (8, 1), (4, 3), (64, 1)])
+@for_each(("dp", "micro_batches"), [(2, 1), (8, 1), (4, 3), (64, 1)])
 def test_received_predicted_and_counted_are_equal(build, dp, micro_batches):
     ranks = [
         StreamingLoader(

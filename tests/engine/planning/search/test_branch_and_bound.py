@@ -89,9 +89,7 @@ def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_where_all_fits(se
 
 
 @pytest.mark.parametrize(("name", "chunks"), SHAPES)
-@pytest.mark.parametrize(
-    ("most_windows", "gap"), [(0, 0.25), (500, 0.2), (2_000, 0.2), (6_000, 0.2)]
-)
+@for_each(("most_windows", "gap"), [(0, 0.25), (500, 0.2), (2_000, 0.2), (6_000, 0.2)])
 def test_a_search_of_few_windows_keeps_to_them_and_still_knows_a_bound(
     name, chunks, most_windows, gap
 ):

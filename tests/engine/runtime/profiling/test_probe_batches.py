@@ -14,6 +14,7 @@ from engine.runtime.profiling._probe_batches import (
     largest_batches,
     probe_batches,
 )
+from support.cases import for_each
 from support.models.image_batches import IMAGE, make_batch
 
 COUNTS = (1, 0, 3, 2, 0, 1)
@@ -30,7 +31,7 @@ def undecoded(batch):
     return replace(batch, pixel_values=batch.pixel_values[:0])
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.0, 1), (0.25, 2), (0.5, 3), (0.75, 4), (1.0, 6)])
+@for_each(("share", "count"), [(0.0, 1), (0.25, 2), (0.5, 3), (0.75, 4), (1.0, 6)])
 def test_first_samples_are_those_of_the_micro_batch_with_their_images(name, share, count):
     batch = make_batch(name, COUNTS)
     part = first_samples(batch, share, IMAGE)
@@ -81,7 +82,7 @@ def test_parts_of_the_largest_come_before_all(name):
     assert parts[len(SHARES) :] == batches
 
 
-@pytest.mark.parametrize(("counts", "sizes"), [((2,), []), ((1, 1), [1]), ((1, 0, 1), [1, 2])])
+@for_each(("counts", "sizes"), [((2,), []), ((1, 1), [1]), ((1, 0, 1), [1, 2])])
 def test_no_part_is_another_one_or_the_whole_once_more(name, counts, sizes):
     batch = make_batch(name, counts)
     parts = probe_batches([batch], batch_loads([batch], load_model(PRESETS[name])), IMAGE)
