@@ -29,8 +29,12 @@ settings.register_profile("isobatch", deadline=None)
 settings.load_profile("isobatch")
 
 
-# a fork that hangs shows where, before the test that waits for it is over its time
-os.register_at_fork(after_in_child=lambda: faulthandler.dump_traceback_later(HANGS_S, file=STDERR))
+# a fork that hangs shows where, before the test that waits for it is over its time. Its own forks
+# must not find the timer set: they have its lock, and not the thread that would let go of it
+os.register_at_fork(
+    before=faulthandler.cancel_dump_traceback_later,
+    after_in_child=lambda: faulthandler.dump_traceback_later(HANGS_S, file=STDERR),
+)
 
 
 def pytest_addoption(parser):

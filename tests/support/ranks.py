@@ -55,11 +55,14 @@ def fork_server(leaving=()):
     threads that has imported what they do. It closes the files `leaving`.
     """
 
+    plain = util.spawnv_passfds
+
     def forked(path, arguments, files):
         pid = os.fork()
         if pid:
             return pid
         try:
+            util.spawnv_passfds = plain  # what it spawns itself is started, not forked
             faulthandler.cancel_dump_traceback_later()
             # it ends when nobody has the other end of its pipe any more
             for file in (*leaving, *_other_end(files[-1])):
