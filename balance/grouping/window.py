@@ -38,7 +38,7 @@ def group_window(
     ...     np.zeros(5, int), np.array([5, 5, 10, 3, 12]), limits, seed=0, is_last=False
     ... )
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups))), waiting.tolist()
-    ([[0, 1], [2], [4]], [3])
+    ([[0, 3], [2], [4]], [1])
     """
     is_over = (vision > limits.max_vision) | (tokens > limits.max_seq_len)
     over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)

@@ -267,7 +267,7 @@ class _Decoding:
 
     def __enter__(self):
         self.files = {name: [] for name in ENCODERS}
-        self._real = loaders.batch.collate.decode_pixels, loaders.batch.collate.decode_audio
+        self._real = loaders.batch._vision.decode_pixels, loaders.batch.collate.decode_audio
         pixels, audio = self._real
 
         def decode_pixels(content, **options):
@@ -278,11 +278,9 @@ class _Decoding:
             self.files["audio"].append(hashlib.sha256(content).hexdigest())
             return audio(rule, content, counted)
 
-        loaders.batch.collate.decode_pixels, loaders.batch.collate.decode_audio = (
-            decode_pixels,
-            decode_audio,
-        )
+        loaders.batch._vision.decode_pixels = decode_pixels
+        loaders.batch.collate.decode_audio = decode_audio
         return self
 
     def __exit__(self, *_):
-        loaders.batch.collate.decode_pixels, loaders.batch.collate.decode_audio = self._real
+        loaders.batch._vision.decode_pixels, loaders.batch.collate.decode_audio = self._real
