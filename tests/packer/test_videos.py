@@ -64,9 +64,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def words(monkeypatch):
-    """SmolVLM's numbers, where `num2words` is not installed."""
-    if processing_smolvlm.num2words is None:
-        monkeypatch.setattr(processing_smolvlm, "num2words", number_words)
+    """SmolVLM's numbers: `num2words` need not be installed, and other tests put `str` there."""
+    monkeypatch.setattr(processing_smolvlm, "num2words", number_words)
 
 
 @pytest.fixture(scope="module")
