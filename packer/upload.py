@@ -20,7 +20,7 @@ from balance.errors import DataError
 from packer.build_dir import BUILDING_NAME, ELSEWHERE, REPORT_NAME, TABLE_NAMES, require_ours
 from packer.report.figures import Report, make_report
 from packer.report.html import write_html
-from shards.folders import is_uri, naming_full_disk, open_object_folder
+from shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
 from shards.manifest import MANIFEST_NAME
 from shards.tables import COUNTS_NAME, REJECTED_NAME
 
@@ -104,8 +104,7 @@ def save_html(report: Report, place: str) -> None:
 
 def work_folder(uri: str, work_dir: str | None) -> Path:
     """A folder for the build to a URI alone, under `work_dir` or the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = Path(work_dir) if work_dir else cache / "isobatch" / "builds"
+    parent = Path(work_dir) if work_dir else cache_folder("builds")
     return parent / hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 

@@ -83,6 +83,12 @@ def open_object_folder(uri: str) -> ObjectFolder:
     return ObjectFolder(uri)
 
 
+def cache_folder(name: str) -> Path:
+    """A folder of ours in the user's cache, which need not exist."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "isobatch" / name
+
+
 @contextmanager
 def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
     """A folder with the named files of a place that exist: itself, or a temporary copy."""

@@ -20,18 +20,31 @@ from numpy.typing import NDArray
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits
+from balance.interface.command_line import messages
 from balance.model_folder.find_model import find_model, is_folder
 from balance.types import COUNT_COLUMNS, BoolArray, IntArray
 from loaders.online.records import BrokenRecord
 from packer.config import DEMO_MODEL
+from packer.count.record_table import RecordTable, read_records
 from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.demo.dataset import demo_tokenizer_path
+from packer.progress import StageProgress
 from packer.records.record import BY_CHOICE, RawRecord
+from packer.records.user_map import ALL_COLUMNS
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
 from shards.stored_group import PackedBlock, PackedFiles, StoredGroup
 
-__all__ = ["BY_CHOICE", "FlopsModel", "GroupOptions", "RecordCounter", "choose_limits"]
+__all__ = [
+    "BY_CHOICE",
+    "FlopsModel",
+    "GroupOptions",
+    "RawRecord",
+    "RecordCounter",
+    "RecordTable",
+    "choose_limits",
+    "find_records",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +74,28 @@ class CountedRecords:
     rejected: list[RejectedSample]
     table: pa.RecordBatch
     """As the packer stages it."""
-    name: str
-    """That of the blob."""
-    blob: bytes
-    """Content of files that came with the records."""
+    blobs: dict[str, bytes]
+    """Content of files that came with the records, by the names that the table has for them."""
 
     @property
     def num_bytes(self) -> int:
         """Memory of tokens and files."""
-        return len(self.blob) + int(self.table.nbytes)
+        return sum(map(len, self.blobs.values())) + int(self.table.nbytes)
+
+
+def find_records(
+    place: str,
+    data_root: str | None,
+    keep_columns: tuple[str, ...],
+    *,
+    all_columns: bool,
+    seed: int,
+    shows: bool,
+) -> RecordTable:
+    """The records of what `packer build --dataset` takes, indexed; `shows` progress."""
+    keep = (*keep_columns, ALL_COLUMNS) if all_columns else keep_columns
+    progress = StageProgress(messages) if shows else StageProgress()
+    return read_records(place, data_root, keep, seed, progress)
 
 
 class _BlobsInMemory:
@@ -94,9 +120,12 @@ class RecordCounter:
         chat_template: str | None = None,
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
-        source: str = "record",
+        places: RecordTable | None = None,
     ) -> None:
-        """`model` and `tokenizer` as in `packer build`; `source` names records without one."""
+        """`model` and `tokenizer` as in `packer build`.
+
+        `places`: where the records are from; those in memory are of the source "record".
+        """
         self.model = find_model(model)
         if tokenizer is None:
             tokenizer = model if is_folder(model) else None
@@ -104,14 +133,16 @@ class RecordCounter:
             tokenizer = str(demo_tokenizer_path())
         if tokenizer is None:
             raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
-        self._source, self._names = source, count()
+        self._names, self._places = count(), places
+        parts = [] if places is None else places.dataset.parts
+        self._sources = [(part.name, part.data_root) for part in parts] or [("record", "/")]
         self._counter = SampleCounter(
             CountSettings(
                 model=self.model,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
                 keep_columns=keep_columns,
-                base=str(Path(data_root or ".").resolve()),
+                base=str(Path(data_root or ".").resolve()) if places is None else None,
             )
         )
         self.tokenizer: ChatTokenizer = self._counter.tokenizer
@@ -121,7 +152,7 @@ class RecordCounter:
         self._write = WriteConfig(
             out="",
             format="arrow",
-            data_roots=("/",),
+            data_roots=tuple(root for _, root in self._sources),
             follow_links=False,
             image_token_id=self.tokenizer.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
@@ -131,14 +162,12 @@ class RecordCounter:
     def count(self, indices: IntArray, values: Sequence[Any]) -> CountedRecords:
         """Count records, given with their indices."""
         records = [
-            RawRecord(index, None, value.why, "unreadable_record")
-            if isinstance(value, BrokenRecord)
-            else RawRecord(index, value)
+            value if isinstance(value, RawRecord) else _raw(index, value)
             for index, value in zip(indices.tolist(), values, strict=True)
         ]
-        name = str(next(self._names))  # of its own, so that records of several may be joined
-        counted = self._counter.count(records, self._source, "/", name)
-        table = counted.table.combine_chunks().to_batches()[0]
+        table, blobs = self._count(records, self._parts(indices))
+        if self._places is not None:
+            table = _with_suffixes(table, indices, self._places.suffixes)
         reasons = table.column("reason").to_pylist()
         columns = [table.column(name).fill_null(0).to_numpy() for name in COUNT_COLUMNS]
         ids, sources, details = (
@@ -156,9 +185,26 @@ class RecordCounter:
             sources=sources,
             rejected=rejected,
             table=table,
-            name=name,
-            blob=counted.blob,
+            blobs=blobs,
         )
+
+    def _parts(self, indices: IntArray) -> IntArray:
+        """Part of the dataset that each record is from."""
+        return np.zeros_like(indices) if self._places is None else self._places.parts[indices]
+
+    def _count(
+        self, records: Sequence[RawRecord], parts: IntArray
+    ) -> tuple[pa.RecordBatch, dict[str, bytes]]:
+        """The rows of records, in order, and their blobs."""
+        tables, blobs, order = [], {}, np.argsort(parts, kind="stable")
+        for part in np.unique(parts).tolist():
+            name = str(next(self._names))  # of its own, so that records of several may be joined
+            chosen = [records[place] for place in order[parts[order] == part].tolist()]
+            source, root = self._sources[part]
+            counted = self._counter.count(chosen, source, root, name)
+            tables += counted.table.combine_chunks().to_batches()
+            blobs[name] = counted.blob
+        return pa.concat_batches(tables).take(pa.array(np.argsort(order))), blobs
 
     def group(
         self, parts: Sequence[tuple[CountedRecords, IntArray]], order: IntArray
@@ -183,10 +229,10 @@ class RecordCounter:
             rows=ordered,
             positions=indices,
             sample_ids=ids,
-            parts=np.zeros_like(ordered),
+            parts=self._parts(indices),
             num_bytes=ordered,
         )
-        blobs = _BlobsInMemory({counted.name: counted.blob for counted, _ in parts})
+        blobs = _BlobsInMemory({k: v for counted, _ in parts for k, v in counted.blobs.items()})
         block, lost = pack_groups(task, 0, 1, staged, blobs)
         sources = staged.column("source").to_pylist()
         changed = [
@@ -194,6 +240,26 @@ class RecordCounter:
             for row, reason, detail in lost
         ]
         return _stored_group(block), changed
+
+
+def _raw(index: int, value: Any) -> RawRecord:
+    if isinstance(value, BrokenRecord):
+        return RawRecord(index, None, value.why, "unreadable_record")
+    return RawRecord(index, value)
+
+
+def _with_suffixes(
+    table: pa.RecordBatch, indices: IntArray, suffixes: dict[int, str]
+) -> pa.RecordBatch:
+    """Ids that are those of earlier records too, told apart."""
+    given = [suffixes.get(index, "") for index in indices.tolist()]
+    if not any(given):
+        return table
+    place = table.schema.get_field_index("sample_id")
+    ids = table.column(place).to_pylist()
+    columns = table.columns
+    columns[place] = pa.array([own + suffix for own, suffix in zip(ids, given, strict=True)])
+    return pa.record_batch(columns, schema=table.schema)
 
 
 def _stored_group(block: PackedBlock) -> StoredGroup:

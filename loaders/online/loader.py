@@ -24,9 +24,10 @@ from loaders.config import LoaderConfig, LoaderOptions
 from loaders.online._exchange import RankExchange
 from loaders.online._length_table import LengthTable
 from loaders.online._packer_door import RecordCounter, RejectedSample
+from loaders.online._place_records import open_records
 from loaders.online.lengths import LengthOptions, SampleLengths
 from loaders.online.reader import RecordReader
-from loaders.online.records import Records, Transform
+from loaders.online.records import Transform
 from loaders.plan.epoch_groups import PlannedBuild
 from loaders.plan.steps import Steps
 from loaders.plan.window_order import WindowOrder
@@ -60,7 +61,9 @@ class PackingConfig:
     chat_template: str | None = None
     """Name of one of the tokenizer's templates, a .jinja file, or a template."""
     data_root: str | None = None
-    """Folder that relative paths of images and audio files begin at; by default the current one."""
+    """Folder that relative paths of images and audio files begin at. By default the current one;
+    of a dataset that is named by its place, as of `packer build --data-root`.
+    """
     keep_columns: tuple[str, ...] = ()
     """Columns of the records that micro-batches give as `extras`."""
     transform: Transform | None = None
@@ -114,8 +117,9 @@ class BalancedLoader(StepStream):
     """Iterating gives one list of `MicroBatch` per step, as `StreamingLoader` does.
 
     `dataset` is a list of records, a map-style torch Dataset or a `datasets.Dataset`, of
-    conversations with their images and audio files as `packer build` takes them. `model` is a
-    preset, a folder or a Hub id.
+    conversations with their images and audio files as `packer build` takes them; or the name or
+    place of what `packer build --dataset` takes, whose records are then read into a cache
+    (`packer.count.record_table`). `model` is a preset, a folder or a Hub id.
 
     All ranks make the loader at the same place of their programs, and iterate together. Without
     torch.distributed, `dp_rank` and `dp_world_size` may be given: each rank then measures all
@@ -151,7 +155,8 @@ class BalancedLoader(StepStream):
     def _begin(self, dataset: Any, exchange: RankExchange | None) -> None:
         """The beginning of the first epoch."""
         packing, config = self._packing, self._config
-        records = Records(dataset, packing.transform)
+        is_leader = exchange is None or exchange.rank == 0
+        records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
         if not len(records):
             raise ConfigError("the dataset has no records")
         self._counter = counter = RecordCounter(
@@ -160,6 +165,7 @@ class BalancedLoader(StepStream):
             chat_template=packing.chat_template,
             data_root=packing.data_root,
             keep_columns=packing.keep_columns,
+            places=records.places,
         )
         self.model, self.vocab_size = counter.model, counter.tokenizer.vocab_size
         self.image_token_id = counter.tokenizer.image_token_id
@@ -167,7 +173,6 @@ class BalancedLoader(StepStream):
         reader = RecordReader(
             records, counter, packing.keep_columns, may_lose=config.on_error == "skip"
         )
-        is_leader = exchange is None or exchange.rank == 0
         table = LengthTable.open(
             packing.lengths_cache, records, counter.identity, may_write=is_leader
         )

@@ -46,6 +46,9 @@ class BrokenRecord:
 class Records:
     """The records of a dataset, after the user's `transform`."""
 
+    places: Any = None
+    """The packer's table of records, where the dataset is named by its place."""
+
     def __init__(self, dataset: Any, transform: Transform | None = None) -> None:
         """ConfigError for a dataset without length or items."""
         if isinstance(dataset, str | bytes | Mapping) or not (
@@ -53,7 +56,7 @@ class Records:
         ):
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}; give a list of records, a map-style torch "
-                "Dataset, or a datasets.Dataset"
+                "Dataset, a datasets.Dataset, or what `packer build --dataset` takes"
             )
         if is_hugging_face(dataset):
             dataset = _undecoded(dataset)

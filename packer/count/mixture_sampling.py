@@ -67,19 +67,33 @@ def copy_rows(counts: pa.Table, copies: IntArray) -> pa.Table:
 
 def _distinct(ids: pa.StringArray) -> pa.StringArray:
     """Ids with a number after those that repeat an earlier one."""
+    if not (numbered := numbered_ids(ids)):
+        return ids
+    names = ids.to_pylist()
+    for row, name in numbered.items():
+        names[row] = name
+    return pa.array(names, pa.string())
+
+
+def numbered_ids(ids: pa.StringArray) -> dict[int, str]:
+    """Rows whose id repeats an earlier one, with that id and a number.
+
+    >>> numbered_ids(pa.array(["a", "b", "a", "a"]))
+    {2: 'a#2', 3: 'a#3'}
+    """
     again = _earlier_equals(ids.dictionary_encode().indices.to_numpy())
     rows = np.flatnonzero(again)
     if len(rows) == 0:
-        return ids
-    names = ids.to_pylist()
+        return {}
+    names, numbered = ids.to_pylist(), {}
     taken = set(names)
     for row, times in zip(rows.tolist(), again[rows].tolist(), strict=True):
         number = times + 1
         while (name := f"{names[row]}#{number}") in taken:  # some sample's own id
             number += 1
         taken.add(name)
-        names[row] = name
-    return pa.array(names, pa.string())
+        numbered[row] = name
+    return numbered
 
 
 def _earlier_equals(codes: IntArray) -> IntArray:

@@ -66,7 +66,7 @@ def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
 
     Its id is in `id` or `__key__`; without either, it is the record's place.
     """
-    sample_id = _sample_id(record.value, f"{source}:{record.position}")
+    sample_id = id_of(record.value, f"{source}:{record.position}")
     source = _text(record.value, "source") or source
     try:
         if record.broken:
@@ -80,7 +80,8 @@ def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
         return Rejected(sample_id, source, problem.reason, problem.detail)
 
 
-def _sample_id(value: Any, fallback: str) -> str:
+def id_of(value: Any, fallback: str) -> str:
+    """The id in a record, or else `fallback`."""
     for key in ("id", "__key__"):
         given = value.get(key) if isinstance(value, Mapping) else None
         if isinstance(given, int | float) and not isinstance(given, bool):

@@ -259,7 +259,7 @@ def test_wrong_use_is_one_line(rows, folder):
         with pytest.raises(ConfigError, match=message) as caught:
             BalancedLoader(rows, **OPTIONS | options)
         assert "\n" not in str(caught.value)
-    for dataset in ({"a": 1}, "text", iter(rows), []):
+    for dataset in ({"a": 1}, b"text", iter(rows), []):
         with pytest.raises(ConfigError, match="dataset"):
             BalancedLoader(dataset, **OPTIONS)
     (loader,) = open_ranks(rows, 1, folder)

@@ -1,0 +1,61 @@
+"""Records of a dataset that is named by its place, as `packer build --dataset` takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from balance.errors import ConfigError
+from balance.types import IntArray
+from loaders.online._packer_door import RawRecord, RecordTable, find_records
+from loaders.online.records import BrokenRecord, Records, Transform
+
+if TYPE_CHECKING:
+    from loaders.online.loader import PackingConfig
+
+
+class PlaceRecords(Records):
+    """The records that the packer's sources find, with their places."""
+
+    places: RecordTable
+
+    def __init__(self, places: RecordTable, transform: Transform | None) -> None:
+        self.places, self._transform = places, transform
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def take(self, indices: IntArray) -> list[Any]:
+        """`RawRecord`s by index, damaged ones too."""
+        return [self._record(index) for index in indices.tolist()]
+
+    def fingerprint(self) -> str:
+        """Changes when the files do."""
+        return self.places.identity
+
+    def _record(self, index: int) -> RawRecord:
+        record = self.places[index]
+        if self._transform is None or record.broken:
+            return record
+        value = self._transformed(record.value)
+        if isinstance(value, BrokenRecord):
+            return replace(record, value=None, broken=value.why, reason="unreadable_record")
+        return replace(record, value=value)
+
+
+def open_records(dataset: Any, packing: PackingConfig, *, seed: int, shows: bool) -> Records:
+    """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
+    if not isinstance(dataset, str | Path):
+        return Records(dataset, packing.transform)
+    if not str(dataset).strip():
+        raise ConfigError("dataset is empty; give a dataset, or the name or place of one")
+    places = find_records(
+        str(dataset),
+        packing.data_root,
+        packing.keep_columns,
+        all_columns=packing.transform is not None,
+        seed=seed,
+        shows=shows,
+    )
+    return PlaceRecords(places, packing.transform)

@@ -1,0 +1,172 @@
+"""Records of a dataset by number, for counting them in any order: `RecordTable`.
+
+For loading without a build. What `--dataset` names is read once, in its order, into an Arrow file
+in the user's cache folder, which all processes of a machine map and later runs find again. That
+takes the disk space of the records, with the images that are inside of them (Parquet); files that
+records name, and those in tars, stay where they are. In memory are some bytes per record.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from balance.errors import DataError, first_line
+from packer.count.mixture_sampling import copies_per_sample, numbered_ids
+from packer.demo.dataset import DEMO_SAMPLES, write_demo
+from packer.progress import StageProgress
+from packer.records.record import RawRecord
+from packer.records.schemas import id_of
+from packer.sources.dataset import DEMO, Dataset, Part, find_dataset
+from shards.folders import cache_folder, is_uri, naming_full_disk
+
+BATCH_RECORDS = 256
+"""Records of a batch of the file: few, because each may have images of some megabytes."""
+_SCHEMA = pa.schema([("part", pa.int32()), ("id", pa.string()), ("record", pa.large_binary())])
+
+
+class RecordTable:
+    """The records of all parts of a dataset, a mixture's as often as they go in."""
+
+    def __init__(self, dataset: Dataset, seed: int, progress: StageProgress) -> None:
+        """Reads the dataset unless its records are in the cache; processes wait for one another.
+
+        `seed` draws the samples of a fractional repeat. DataError for files that cannot be read,
+        and where there are no records.
+        """
+        self.dataset = dataset
+        self.identity = _identity(dataset)
+        """Changes when the files do."""
+        self._file = cache_folder("records") / f"{self.identity}.arrow"
+        with _locked(self._file.with_suffix(".lock")):
+            if not self._file.exists():
+                with naming_full_disk(self._file.parent):
+                    _read_all(dataset, self._file, progress)
+        reader = pa.ipc.open_file(pa.memory_map(str(self._file)))
+        self._batches = [reader.get_batch(place) for place in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0, *map(len, self._batches)])
+        table = pa.Table.from_batches(self._batches, _SCHEMA)
+        parts = table.column("part").to_numpy().astype(np.int64)
+        self.part_sizes = np.bincount(parts, minlength=len(dataset.parts)).tolist()
+        """Records of each part."""
+        copies = copies_per_sample(dataset, parts, seed)
+        self.rows = np.repeat(np.arange(len(parts)), copies)
+        """Record of each number, shape (numbers,), not decreasing."""
+        self.parts = parts[self.rows]
+        """Part of each number, shape (numbers,)."""
+        ids = table.column("id").combine_chunks().take(pa.array(self.rows))
+        numbered = numbered_ids(ids).items()
+        self.suffixes = {row: name[len(ids[row].as_py()) :] for row, name in numbered}
+        """Number -> what its id gets, where an earlier one has the same: `#2`."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> RawRecord:
+        return self.record(int(self.rows[number]))
+
+    def record(self, row: int) -> RawRecord:
+        """A record by its place among all that were read."""
+        batch = int(np.searchsorted(self._starts, row, side="right")) - 1
+        value = self._batches[batch].column("record")[row - int(self._starts[batch])]
+        found: RawRecord = pickle.loads(value.as_buffer())
+        return found
+
+
+def read_records(
+    place: str, data_root: str | None, keep: tuple[str, ...], seed: int, progress: StageProgress
+) -> RecordTable:
+    """The records of what `packer build --dataset` takes, with the columns `keep`.
+
+    Errors as of `find_dataset`.
+    """
+    dataset = _demo(data_root) if place == DEMO else find_dataset(place, data_root)
+    parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+    return RecordTable(replace(dataset, parts=tuple(parts)), seed, progress)
+
+
+def _demo(data_root: str | None) -> Dataset:
+    folder = Path(data_root) if data_root else cache_folder("demo")
+    with _locked(folder / ".lock"):
+        if not (folder / "annotations.json").exists():
+            write_demo(folder, num_samples=DEMO_SAMPLES)
+    found = find_dataset(str(folder), None)
+    return replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
+
+
+def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
+    """Write the records of all parts, the whole file or none."""
+    temporary = file.with_suffix(".tmp")
+    sources = [part.open() for part in dataset.parts]
+    total, num_records = sum(info.size for each in sources for info in each.files()), 0
+    with (
+        progress.stage("read", total, "records") as stage,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, _SCHEMA) as writer,
+    ):
+        for number, (part, source) in enumerate(zip(dataset.parts, sources, strict=True)):
+            chunks = source.chunks(BATCH_RECORDS, stage.advance)
+            records = chain.from_iterable(chunk.records() for chunk in chunks)
+            for rows in _batches(islice(records, part.limit)):
+                writer.write_batch(_encoded(rows, number, part))
+                stage.count(len(rows))
+                num_records += len(rows)
+    if not num_records:
+        temporary.unlink()
+        names = ", ".join(f"{p.located.folder}/{p.located.names[0]}" for p in dataset.parts)
+        raise DataError(f"{names}: holds no records")
+    temporary.replace(file)
+
+
+def _batches(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
+    while rows := list(islice(records, BATCH_RECORDS)):
+        yield rows
+
+
+def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBatch:
+    columns = [
+        [number] * len(rows),
+        [id_of(row.value, f"{part.name}:{row.position}") for row in rows],
+        [pickle.dumps(row, pickle.HIGHEST_PROTOCOL) for row in rows],
+    ]
+    arrays = [pa.array(each, field.type) for each, field in zip(columns, _SCHEMA, strict=True)]
+    return pa.record_batch(arrays, schema=_SCHEMA)
+
+
+def _identity(dataset: Dataset) -> str:
+    """Of the files, what is read of them and how; also of this version, whose rows they are."""
+    parts = []
+    for part in dataset.parts:
+        located = part.located
+        given = located.folder, part.data_root
+        places = [place if is_uri(place) else str(Path(place).resolve()) for place in given]
+        files = [[info.name, info.size, info.version] for info in part.open().files()]
+        how = [part.name, part.limit, located.layout, located.options, located.keep]
+        parts.append([places, how, files])
+    values = json.dumps([version("isobatch"), parts], default=repr)
+    return hashlib.sha256(values.encode()).hexdigest()[:24]
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Wait until no other process holds this lock."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = file.open("w")
+    except OSError as error:
+        reason = f"{file.parent}: {first_line(error)}"
+        raise DataError(f"{reason}; set XDG_CACHE_HOME to a folder that can be written") from None
+    with descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
