@@ -1,4 +1,4 @@
-"""Records of a dataset that is named by its place, as `packer build --dataset` takes it."""
+"""Records of a dataset that is named by its place: those that the packer finds there.
 
 from __future__ import annotations
 
