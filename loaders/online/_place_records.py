@@ -1,4 +1,4 @@
-"""Records of a dataset that is named by its place: those that the packer finds there.
+"""Records of a dataset that is named by its place, by the packer's sources."""
 
 from __future__ import annotations
 
