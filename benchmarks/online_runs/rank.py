@@ -1,0 +1,97 @@
+"""A rank of a run: forward, backward and a sum of gradients for each step, on one core."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from methods import Batch, Task, batches
+from model import open_model
+
+LEARNING_RATE = 1e-4
+
+
+def run_rank(rank: int, world: int, port: int, task: Task, out: str) -> None:
+    """Train an epoch, and write this rank's figures into a file."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of peers: more worker processes than cores
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+    model = open_model(task.folder)
+    figures: dict[str, Any] = {"pid": os.getpid()}
+    Path(out, f"pid{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    begun = time.perf_counter()
+    stream = batches(task, model.config, figures)
+    train(model, stream, task.accumulation, begun, figures)
+    figures["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    Path(out, f"rank{rank}.json").write_text(json.dumps(figures))
+    dist.barrier()
+    os._exit(0)  # a peer's processes would be waited for
+
+
+def train(
+    model: Any,
+    stream: Iterator[Batch],
+    accumulation: int,
+    begun: float,
+    figures: dict[str, Any],
+) -> None:
+    """All batches; ranks that have none left give zeros until all are at their end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    weights = [each for each in model.parameters() if each.requires_grad]
+    done: list[Batch] = []
+    waits, first_s = [], 0.0
+    while True:
+        own = []
+        for _ in range(accumulation):
+            asked = time.perf_counter()
+            batch = next(stream, None)
+            waits.append(time.perf_counter() - asked)
+            if not done and not own:
+                first_s = time.perf_counter() - begun
+                dist.barrier()
+                began = time.perf_counter()  # all have their first batch
+            if batch is None:
+                break
+            (model(**batch.inputs).loss * batch.scale).backward()
+            batch.inputs = {"input_ids": batch.inputs["input_ids"]}
+            own.append(batch)
+        done += own
+        if not sum_gradients(weights, bool(own)):
+            break
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    figures |= {
+        "first_s": first_s,
+        "seconds": time.perf_counter() - began,
+        "waited_s": sum(waits[1:]),
+        "micro_batches": len(done),
+        "samples": [name for batch in done for name in batch.samples],
+        "tokens": sum(batch.tokens for batch in done),
+        "padded": sum(batch.padded for batch in done),
+    }
+
+
+def sum_gradients(weights: list[torch.nn.Parameter], has_batch: bool) -> bool:
+    """Sum over the ranks; -> whether any rank had a batch."""
+    parts = [
+        torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in weights
+    ]
+    flat = torch.cat([*parts, torch.tensor([float(has_batch)])])
+    dist.all_reduce(flat)
+    start = 0
+    for each in weights:
+        each.grad = flat[start : start + each.numel()].view_as(each)
+        start += each.numel()
+    return bool(flat[-1] > 0)

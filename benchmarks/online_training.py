@@ -1,0 +1,251 @@
+"""Training without a build: samples per second of `BalancedLoader`, ODB and padded batches.
+
+    python benchmarks/online_training.py [--runs 3] [--samples 512 256] [--odb DIR]
+
+Two ranks over gloo, a core each, train an epoch of transformers' InternVL with small random
+weights on AI2D + ChartQA at 4,096 tokens and on the mixture of `benchmarks/online.py`. Tiles, texts
+and caps of tokens are four times smaller than there (`online_runs.records`), so that groups hold as
+many samples as in full size and two cores train an epoch in seconds. Runs of the methods follow one
+another; figures are medians, with the range of the ratio to ours in the same turn.
+
+The same for all: model, attention of each sample by itself, optimizer, one sum of gradients per
+step, caps, JPEG files, and the functions that count, decode and cut them. ODB 0.1.2 is used as its
+README shows (4 workers, prefetch of 64, exact scaling, join) with the same caps. Padded are
+batches of as many samples as never exceed the caps, with gradients accumulated until a step has
+about as many samples as ours: in random order, and grouped by length as Trainer does, with lengths
+that are known for free.
+
+first: from making the loader to the first batch. rate: samples per second after it. waits: share of
+that time in which the training thread waits for a batch. memory: of a rank with its worker
+processes, shared pages divided by those who share them. Exit status 1 if a goal of `GOALS` is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "online_runs"), str(HERE.parent), str(HERE.parent / "tests")]
+
+from methods import Task, loads, padded_batches  # noqa: E402
+from model import save_model  # noqa: E402
+from online import datasets, open_odb  # noqa: E402
+from rank import run_rank  # noqa: E402
+from records import Records, largest, write_records  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+RANKS = 2
+DATASETS = (0, 2)
+"""Of `online.datasets`: AI2D + ChartQA at 4,096, and the mixture."""
+GOALS = {"ODB": 1.3, "random": 1.5, "grouped": 1.5}
+"""Samples per second of ours over a method's, at least."""
+MOST_FIRST_S, MOST_WAITS = 2.0, 0.02
+"""Of ours: seconds until the first batch, and share of the time that waits for batches."""
+LOOK_S = 1.0
+"""Between two looks at the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Figures of a run of a method."""
+
+    rate: float
+    token_rate: float
+    padding: float
+    first_s: float
+    waits: float
+    memory_mb: float
+    micro_steps: int
+    more: dict[str, float]
+
+
+def main() -> int:
+    options = parse()
+    console, missed = Console(width=120), []
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        open_odb(options.odb or place / "odb")
+        save_model(place / "model")
+        known = list(datasets(None))
+        for number, samples in zip(DATASETS, options.samples, strict=True):
+            folder = place / f"data{number}"
+            folder.mkdir()
+            records = write_records(folder, known[number], samples, place / "model")
+            tasks = tasks_of(records, place / "model", options.odb or place / "odb")
+            runs: dict[str, list[Found]] = {name: [] for name in tasks}
+            for turn in range(options.runs):
+                for name, task in tasks.items():
+                    out = folder / f"{name}-{turn}"
+                    out.mkdir()
+                    runs[name].append(run(task, out))
+            console.print(as_table(records, tasks, runs))
+            missed += judge(records, runs)
+    for line in missed:
+        console.print(f"missed: {line}", style="red")
+    return 1 if missed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--samples", type=int, nargs=2, default=[512, 256], help="of each dataset")
+    parser.add_argument("--odb", type=Path, help="where ODB is, or is to be installed")
+    return parser.parse_args()
+
+
+def tasks_of(records: Records, folder: Path, odb: Path) -> dict[str, Task]:
+    """What each method is given, by name."""
+    own = Task(records=records, folder=folder, method="ours", odb=odb)
+    known = loads(own)
+    caps = records.max_vision, records.max_tokens
+    groups = max(load.sum() / cap for load, cap in zip(known, caps, strict=True))
+    tasks = {"ours": own, "ODB": replace(own, method="ODB")}
+    for method in ("random", "grouped"):
+        size = 1
+        while fits(replace(own, method=method, batch_size=size + 1), known, caps):
+            size += 1
+        steps = max(1, round(len(records.rows) / groups / size))
+        tasks[method] = replace(own, method=method, batch_size=size, accumulation=steps)
+    return tasks
+
+
+def fits(task: Task, known: Any, caps: tuple[int, int]) -> bool:
+    """Whether no batch of the method is larger than the caps."""
+    found = largest(known, padded_batches(task, known))
+    return all(load <= cap for load, cap in zip(found, caps, strict=True))
+
+
+# --- runs ---
+
+
+def run(task: Task, out: Path) -> Found:
+    """An epoch of a method on all ranks, which are forked."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        multiprocessing.get_context("fork").Process(
+            target=run_rank, args=(rank, RANKS, port, task, str(out))
+        )
+        for rank in range(RANKS)
+    ]
+    for rank in ranks:
+        rank.start()
+    memory = Memory([rank.pid or 0 for rank in ranks])
+    for rank in ranks:
+        rank.join()
+    memory.ended.set()
+    found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    samples = [name for each in found for name in each["samples"]]
+    if not set(samples) == set(range(len(task.records.rows))):
+        raise SystemExit(f"{task.method}: {len(set(samples))} of {len(task.records.rows)} samples")
+    seconds = max(each["seconds"] for each in found)
+    tokens, padded = (sum(each[name] for each in found) for name in ("tokens", "padded"))
+    extra = {name: found[0][name] for name in ("planning_s", "first_window_s") if name in found[0]}
+    return Found(
+        rate=len(samples) / seconds,
+        token_rate=tokens / seconds,
+        padding=1 - tokens / padded,
+        first_s=max(each["first_s"] for each in found),
+        waits=float(np.mean([each["waited_s"] / each["seconds"] for each in found])),
+        memory_mb=memory.most_mb,
+        micro_steps=max(each["micro_batches"] for each in found),
+        more=extra,
+    )
+
+
+class Memory:
+    """The most that any of some processes has used, with all that it has started."""
+
+    def __init__(self, roots: list[int]) -> None:
+        self._roots, self.most_mb = roots, 0.0
+        self.ended = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while not self.ended.wait(LOOK_S):
+            for root in self._roots:
+                self.most_mb = max(self.most_mb, sum(map(own_mb, family(root))))
+
+
+def family(root: int) -> list[int]:
+    """A process and those that it has started."""
+    found = [root]
+    with suppress(OSError):
+        for each in Path(f"/proc/{root}/task/{root}/children").read_text().split():
+            found += family(int(each))
+    return found
+
+
+def own_mb(process: int) -> float:
+    """Memory of a process in MB; of a page that several share, its part."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+# --- figures ---
+
+
+def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Found]]) -> Table:
+    caps = f"{records.max_tokens:,} tokens and {records.max_vision} tiles of a quarter"
+    table = Table(title=f"{records.name}: caps {caps}, {len(records.rows):,} samples")
+    heads = ("samples/s", "ours / it", "range", "tokens/s", "padding", "first, s", "waits")
+    for head in ("method", *heads, "MB", "micro-steps"):
+        table.add_column(head, justify="left" if head == "method" else "right")
+    for name, found in runs.items():
+        values = {
+            field: median(getattr(each, field) for each in found)
+            for field in ("rate", "token_rate", "padding", "first_s", "waits", "memory_mb")
+        }
+        ratios = ratios_of(runs, name)
+        task = tasks[name]
+        shown = f"{name}, {task.batch_size} x {task.accumulation}"
+        table.add_row(
+            shown if name in ("random", "grouped") else name,
+            *(f"{values['rate']:.2f}", f"{median(ratios):.2f}"),
+            f"{min(ratios):.2f} - {max(ratios):.2f}",
+            *(f"{values['token_rate']:,.0f}", f"{values['padding']:.1%}"),
+            *(f"{values['first_s']:.2f}", f"{values['waits']:.1%}"),
+            *(f"{values['memory_mb']:.0f}", f"{found[0].micro_steps}"),
+        )
+    table.caption = str(runs["ours"][0].more)
+    return table
+
+
+def ratios_of(runs: dict[str, list[Found]], name: str) -> list[float]:
+    """Samples per second of ours over a method's, turn by turn."""
+    return [own.rate / each.rate for own, each in zip(runs["ours"], runs[name], strict=True)]
+
+
+def judge(records: Records, runs: dict[str, list[Found]]) -> list[str]:
+    """Goals that are missed."""
+    missed = []
+    for name, least in GOALS.items():
+        if (ratio := median(ratios_of(runs, name))) < least:
+            missed.append(f"{records.name}: {ratio:.2f} times {name}, wanted {least}")
+    for field, most in (("first_s", MOST_FIRST_S), ("waits", MOST_WAITS)):
+        if (value := median(getattr(each, field) for each in runs["ours"])) > most:
+            missed.append(f"{records.name}: {field} {value:.3f}, wanted {most}")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
