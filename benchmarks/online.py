@@ -43,6 +43,8 @@ from balance.types import BoolArray, Groups, IntArray, Limits
 from loaders.online.loader import BALANCE
 from loaders.plan.windows import WindowGroups, WindowSettings
 
+Steps = list[list[list[int]]]
+"""Of each micro-step: of each rank, its samples."""
 HERE = Path(__file__).parent
 DEFAULT_WINDOW, ODB_BUFFERS = 2_048, (256, 1_024)
 NAME = "window {:,}"
@@ -136,7 +138,14 @@ class Measured:
 
 
 def ours(data: Data, dp: int, window: int) -> Found:
-    """The steps of an epoch as the loader gives them."""
+    """Figures of an epoch as the loader gives it."""
+    steps, planning_s = our_steps(data, dp, window)
+    micros = 1e6 * planning_s / len(data.counts)
+    return figures(NAME.format(window), steps, data, micros, padded=False)
+
+
+def our_steps(data: Data, dp: int, window: int) -> tuple[Steps, float]:
+    """The steps of an epoch as the loader gives them, and the time that planning takes."""
     settings = WindowSettings(
         window=window,
         first_window=min(window, 256),
@@ -153,12 +162,11 @@ def ours(data: Data, dp: int, window: int) -> Found:
         tokens = [epoch.column(f"num_{kind}_tokens", groups) for kind in ("image", "text", "audio")]
         return epoch.column("num_image_patches", groups), np.sum(tokens, axis=0)
 
-    steps: list[list[list[int]]] = []
+    steps: Steps = []
     while order.remaining:
         step = order.take_step(dp, 1, loads).ravel()
         steps.append([epoch.members(step[i : i + 1])[0] if step[i] >= 0 else [] for i in range(dp)])
-    micros = 1e6 * source.figures.grouping_s / len(data.counts)
-    return figures(NAME.format(window), steps, data, micros, padded=False)
+    return steps, source.figures.grouping_s
 
 
 # --- ODB ---
@@ -204,6 +212,13 @@ class Ranks:
 
 
 def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:
+    """Figures of an epoch."""
+    steps, planning_s = odb_steps(data, dp, buffer, grouping)
+    micros = 1e6 * planning_s / len(data.counts)
+    return figures(f"ODB, {buffer:,} per rank", steps, data, micros, padded=True)
+
+
+def odb_steps(data: Data, dp: int, buffer: int, grouping: Any) -> tuple[Steps, float]:
     """Micro-steps of an epoch: each rank groups the samples that it has loaded."""
     ranks = grouping.dist = Ranks(dp)
     order = np.random.default_rng(0).permutation(len(data.counts))
@@ -217,8 +232,7 @@ def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:
     for groups in zip(*rounds, strict=True):
         for number in range(max(map(len, groups))):
             steps.append([each[number] if number < len(each) else [] for each in groups])
-    micros = 1e6 * sum(times) / len(order)
-    return figures(f"ODB, {buffer:,} per rank", steps, data, micros, padded=True)
+    return steps, sum(times)
 
 
 def odb_rank(
@@ -253,9 +267,7 @@ def odb_rank(
 # --- figures ---
 
 
-def figures(
-    name: str, steps: list[list[list[int]]], data: Data, plan_us: float, *, padded: bool
-) -> Found:
+def figures(name: str, steps: Steps, data: Data, plan_us: float, *, padded: bool) -> Found:
     """Figures of micro-steps: of each rank, its samples."""
     batches = [batch for step in steps for batch in step]
     samples = np.array([sample for batch in batches for sample in batch])

@@ -34,25 +34,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "online_runs"), str(HERE.parent), str(HERE.parent / "tests")]
 
-from methods import Task, loads, padded_batches  # noqa: E402
+from many_ranks import Cost, fit, rates  # noqa: E402
+from methods import Task, loads  # noqa: E402
 from model import save_model  # noqa: E402
 from online import datasets, open_odb  # noqa: E402
+from order import Data  # noqa: E402
+from padded import best_size  # noqa: E402
 from rank import run_rank  # noqa: E402
-from records import Records, largest, write_records  # noqa: E402
+from records import Records, write_records  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-RANKS = 2
+RANKS, MANY_RANKS = 2, 8
 DATASETS = (0, 2)
 """Of `online.datasets`: AI2D + ChartQA at 4,096, and the mixture."""
-GOALS = {"ODB": 1.3, "random": 1.5, "grouped": 1.5}
+FULL_BUFFER = "ODB, full buffer"
+GOALS = {"ODB": 1.3, FULL_BUFFER: 1.3, "random": 1.5, "grouped": 1.5}
 """Samples per second of ours over a method's, at least."""
 MOST_FIRST_S, MOST_WAITS = 2.0, 0.02
 """Of ours: seconds until the first batch, and share of the time that waits for batches."""
@@ -71,6 +74,8 @@ class Found:
     waits: float
     memory_mb: float
     micro_steps: int
+    costs: list[Cost]
+    """Of each micro-batch 1, its tokens, tiles and seconds of computing."""
     more: dict[str, float]
 
 
@@ -79,7 +84,7 @@ def main() -> int:
     console, missed = Console(width=120), []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        open_odb(options.odb or place / "odb")
+        grouping = open_odb(options.odb or place / "odb")
         save_model(place / "model")
         known = list(datasets(None))
         for number, samples in zip(DATASETS, options.samples, strict=True):
@@ -94,7 +99,12 @@ def main() -> int:
                     out.mkdir()
                     runs[name].append(run(task, out))
             console.print(as_table(records, tasks, runs))
-            missed += judge(records, runs)
+            line, error = fit(
+                [cost for each in runs.values() for own in each for cost in own.costs]
+            )
+            predicted = rates(known[number], MANY_RANKS, line, grouping)
+            console.print(many_ranks_table(known[number], predicted, error))
+            missed += judge(records, runs) + judge_many(known[number], predicted)
     for line in missed:
         console.print(f"missed: {line}", style="red")
     return 1 if missed else 0
@@ -113,21 +123,12 @@ def tasks_of(records: Records, folder: Path, odb: Path) -> dict[str, Task]:
     own = Task(records=records, folder=folder, method="ours", odb=odb)
     known = loads(own)
     caps = records.max_vision, records.max_tokens
-    groups = max(load.sum() / cap for load, cap in zip(known, caps, strict=True))
-    tasks = {"ours": own, "ODB": replace(own, method="ODB")}
+    peer = replace(own, method="ODB")
+    tasks = {"ours": own, "ODB": peer, FULL_BUFFER: replace(peer, warms_up=False)}
     for method in ("random", "grouped"):
-        size = 1
-        while fits(replace(own, method=method, batch_size=size + 1), known, caps):
-            size += 1
-        steps = max(1, round(len(records.rows) / groups / size))
-        tasks[method] = replace(own, method=method, batch_size=size, accumulation=steps)
+        size, accumulation = best_size(method, known, caps)
+        tasks[method] = replace(own, method=method, batch_size=size, accumulation=accumulation)
     return tasks
-
-
-def fits(task: Task, known: Any, caps: tuple[int, int]) -> bool:
-    """Whether no batch of the method is larger than the caps."""
-    found = largest(known, padded_batches(task, known))
-    return all(load <= cap for load, cap in zip(found, caps, strict=True))
 
 
 # --- runs ---
@@ -165,6 +166,7 @@ def run(task: Task, out: Path) -> Found:
         waits=float(np.mean([each["waited_s"] / each["seconds"] for each in found])),
         memory_mb=memory.most_mb,
         micro_steps=max(each["micro_batches"] for each in found),
+        costs=[cost for each in found for cost in each["costs"]],
         more=extra,
     )
 
@@ -228,6 +230,26 @@ def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Foun
         )
     table.caption = str(runs["ours"][0].more)
     return table
+
+
+def many_ranks_table(data: Data, predicted: dict[str, float], error: float) -> Table:
+    title = f"{data.name}: {MANY_RANKS} ranks, {len(data.counts):,} samples, predicted"
+    table = Table(title=title, caption=f"mean error of a micro-batch's time: {error:.1%}")
+    for head in ("method", "samples/s", "ours / it"):
+        table.add_column(head, justify="left" if head == "method" else "right")
+    for name, rate in predicted.items():
+        table.add_row(name, f"{rate:.1f}", f"{predicted['ours'] / rate:.2f}")
+    return table
+
+
+def judge_many(data: Data, predicted: dict[str, float]) -> list[str]:
+    """Goals that are missed on more ranks."""
+    ratios = {name: predicted["ours"] / rate for name, rate in predicted.items()}
+    return [
+        f"{data.name}, {MANY_RANKS} ranks: {ratio:.2f} times {name}, wanted {least}"
+        for name, ratio in ratios.items()
+        if (least := GOALS.get(name.partition(",")[0], 0)) > ratio
+    ]
 
 
 def ratios_of(runs: dict[str, list[Found]], name: str) -> list[float]:

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from padded import Loads, padded_batches
 from records import Records
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from balance.types import IntArray
 from loaders import BalancedLoader
 from loaders.batch.collate import collate
 from loaders.batch.model_inputs.inputs import model_inputs
@@ -64,6 +63,9 @@ class Task:
     """Of the padded methods."""
     accumulation: int = 1
     odb: Path | None = None
+    """Where ODB is installed."""
+    warms_up: bool = True
+    """Whether ODB begins with small buffers, as it does by default."""
 
 
 def batches(task: Task, config: Any, figures: dict[str, Any]) -> Iterator[Batch]:
@@ -172,6 +174,7 @@ def odb(task: Task) -> Iterator[Batch]:
         collate_fn=pad,
         loss_scaling="exact",
         join=True,
+        no_warmup=not task.warms_up,
     )
     for batch in loader:
         info = package.pop_step_info(batch, loss_scaling="exact")
@@ -181,26 +184,15 @@ def odb(task: Task) -> Iterator[Batch]:
 def padded(task: Task) -> Iterator[Batch]:
     """Batches of equally many samples, of a random order or grouped by length as Trainer does."""
     dataset = Processed(task)
-    own = padded_batches(task, loads(task))[dist.get_rank() :: dist.get_world_size()]
+    whole = padded_batches(task.method, loads(task), task.batch_size, task.accumulation)
+    own = whole[dist.get_rank() :: dist.get_world_size()]
     loader = DataLoader(dataset, batch_sampler=own, num_workers=WORKERS, collate_fn=pad)
     for batch in loader:
         yield arguments(batch, 1 / task.accumulation / dist.get_world_size())
 
 
-def loads(task: Task) -> tuple[IntArray, IntArray]:
+def loads(task: Task) -> Loads:
     """Tiles and tokens of each record, which a careful user has stored."""
     counter, rows = RecordCounter(str(task.folder)), task.records.rows
     counts = counter.count(np.arange(len(rows)), rows).counts
     return counts[:, 0].astype(np.int64), counts[:, 2:5].sum(axis=1).astype(np.int64)
-
-
-def padded_batches(task: Task, known: tuple[IntArray, IntArray]) -> list[list[int]]:
-    """Batches of all ranks, in turns."""
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = known[1].tolist()
-    order = torch.randperm(len(tokens), generator=generator).tolist()
-    if task.method == "grouped":
-        size = task.batch_size * task.accumulation
-        order = list(LengthGroupedSampler(size, lengths=tokens, generator=generator))
-    size = task.batch_size
-    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import resource
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,27 +17,35 @@ from methods import Batch, Task, batches
 from model import open_model
 
 LEARNING_RATE = 1e-4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
 
 
 def run_rank(rank: int, world: int, port: int, task: Task, out: str) -> None:
     """Train an epoch, and write this rank's figures into a file."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
+    keep_memory()
     warnings.simplefilter("ignore")  # of peers: more worker processes than cores
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
     model = open_model(task.folder)
-    figures: dict[str, Any] = {"pid": os.getpid()}
-    Path(out, f"pid{rank}").write_text(str(os.getpid()))
+    figures: dict[str, Any] = {}
     dist.barrier()
     begun = time.perf_counter()
     stream = batches(task, model.config, figures)
     train(model, stream, task.accumulation, begun, figures)
-    figures["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     Path(out, f"rank{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     os._exit(0)  # a peer's processes would be waited for
+
+
+def keep_memory() -> None:
+    """Let the C library keep what is freed: else pages of large tensors are made anew each time."""
+    library = ctypes.CDLL(None)
+    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+        library.mallopt(parameter, 1 << 30)
 
 
 def train(
@@ -51,6 +59,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     weights = [each for each in model.parameters() if each.requires_grad]
     done: list[Batch] = []
+    costs: list[tuple[int, int, int, float]] = []
     waits, first_s = [], 0.0
     while True:
         own = []
@@ -64,7 +73,10 @@ def train(
                 began = time.perf_counter()  # all have their first batch
             if batch is None:
                 break
+            tiles = len(batch.inputs.get("pixel_values", ()))
+            computing = time.thread_time()
             (model(**batch.inputs).loss * batch.scale).backward()
+            costs.append((1, batch.padded, tiles, time.thread_time() - computing))
             batch.inputs = {"input_ids": batch.inputs["input_ids"]}
             own.append(batch)
         done += own
@@ -77,6 +89,7 @@ def train(
         "seconds": time.perf_counter() - began,
         "waited_s": sum(waits[1:]),
         "micro_batches": len(done),
+        "costs": costs,
         "samples": [name for batch in done for name in batch.samples],
         "tokens": sum(batch.tokens for batch in done),
         "padded": sum(batch.padded for batch in done),

@@ -17,8 +17,6 @@ from order import Data
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from balance.types import IntArray
-
 FACTOR = 4
 SIDE, TILE_TOKENS = 448 // 2, 256 // FACTOR
 MOST_TILES = 13
@@ -114,12 +112,3 @@ def shape(tiles: int) -> tuple[int, int]:
     """
     rows = max(each for each in range(1, int(tiles**0.5) + 1) if tiles % each == 0)
     return tiles // rows, rows
-
-
-def largest(loads: tuple[IntArray, IntArray], batches: list[list[int]]) -> tuple[int, int]:
-    """Most tiles of any batch, and most tokens, padding included."""
-    tiles, tokens = loads
-    return (
-        max(int(tiles[batch].sum()) for batch in batches),
-        max(len(batch) * int(tokens[batch].max()) for batch in batches),
-    )
