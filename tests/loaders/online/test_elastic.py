@@ -1,0 +1,60 @@
+"""Runs without a build that stop anywhere and continue on other ranks, by the loader itself."""
+
+import json
+import os
+
+import numpy as np
+
+from support.loading.online_data import open_ranks, records
+
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
+EPOCHS, ROWS = 2, 48
+
+
+def test_every_sample_comes_once_per_epoch_whatever_the_ranks_and_stops(tmp_path):
+    rows = records(tmp_path, ROWS)
+    expected = sorted(row["id"] for row in rows)
+    for draw in range(DRAWS):
+        rng = np.random.default_rng(draw)
+        options = {
+            "window": int(rng.choice([7, 20, 500])),
+            "seed": draw,
+            "max_tokens": int(rng.choice([300, 1024])),
+            "images": str(rng.choice(["encoded", "patches"])),
+        }
+        given, per_group = elastic_run(rows, tmp_path, options, rng)
+        for epoch in range(EPOCHS):
+            assert sorted(given[epoch]) == expected, (draw, epoch)
+        assert len(per_group) == 1, draw  # a label counts the same in all steps, on any ranks
+
+
+def elastic_run(rows, folder, options, rng):
+    """Sample ids of each epoch, and the divisors of a micro-batch, of runs that are cut short."""
+    given, per_group, state = [[] for _ in range(EPOCHS)], set(), None
+    while state is None or state["epoch"] < EPOCHS:
+        world, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+        changes = {"micro_batches_per_step": micro_batches, "workers": int(rng.integers(0, 3))}
+        ranks = open_ranks(rows, world, folder, state=state, **options, **changes)
+        stop = int(rng.integers(1, 12))
+        iterators = [iter(loader) for loader in ranks]
+        for _ in range(stop):
+            step = [next(iterator, None) for iterator in iterators]
+            if step[0] is None:
+                assert step == [None] * world
+                if ranks[0].epoch == EPOCHS:
+                    break
+                iterators = [iter(loader) for loader in ranks]
+                continue
+            batches = [batch for own in step for batch in own]
+            assert len(batches) == world * micro_batches
+            names = [name for batch in batches for name in batch.sample_ids]
+            given[ranks[0].state_dict()["epoch"]] += names
+            (divisor,) = {batch.loss_normalizer for batch in batches}
+            per_group.add(divisor / len(batches))
+            (labels,) = {batch.num_loss_tokens for batch in batches}
+            assert labels == sum(int((batch.labels >= 0).sum()) for batch in batches)
+        (after,) = {json.dumps(loader.state_dict(), sort_keys=True) for loader in ranks}
+        state = json.loads(after)
+        for loader in ranks:
+            loader.close()
+    return given, per_group
