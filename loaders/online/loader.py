@@ -221,6 +221,9 @@ class BalancedLoader(StepStream):
             if self._checks is not None:  # before ranks wait for what the others measure
                 position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
                 self._checks.compare(self._told | {"position in the epoch": position[:12]})
+            if self.epoch + 1 == epochs and self._steps.is_after_last:
+                self._finish_epoch()  # resumed after the last step of all
+                return
             yield from super().__iter__()
             if epochs is None:
                 return

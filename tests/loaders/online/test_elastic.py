@@ -20,12 +20,16 @@ def test_every_sample_comes_once_per_epoch_whatever_the_ranks_and_stops(tmp_path
             "window": int(rng.choice([7, 20, 500])),
             "seed": draw,
             "max_tokens": int(rng.choice([300, 1024])),
+            "epochs": EPOCHS,
             "images": str(rng.choice(["encoded", "patches"])),
         }
         given, per_group = elastic_run(rows, tmp_path, options, rng)
         for epoch in range(EPOCHS):
             assert sorted(given[epoch]) == expected, (draw, epoch)
         assert len(per_group) == 1, draw  # a label counts the same in all steps, on any ranks
+    (loader,) = open_ranks(rows, 1, tmp_path, epochs=1)
+    (last,) = [loader.state_dict() for _ in loader][-1:]
+    assert not list(open_ranks(rows, 1, tmp_path, epochs=1, state=last)[0])
 
 
 def elastic_run(rows, folder, options, rng):
@@ -35,16 +39,12 @@ def elastic_run(rows, folder, options, rng):
         world, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 4))
         changes = {"micro_batches_per_step": micro_batches, "workers": int(rng.integers(0, 3))}
         ranks = open_ranks(rows, world, folder, state=state, **options, **changes)
-        stop = int(rng.integers(1, 12))
         iterators = [iter(loader) for loader in ranks]
-        for _ in range(stop):
+        for _ in range(int(rng.integers(1, 12))):
             step = [next(iterator, None) for iterator in iterators]
             if step[0] is None:
                 assert step == [None] * world
-                if ranks[0].epoch == EPOCHS:
-                    break
-                iterators = [iter(loader) for loader in ranks]
-                continue
+                break
             batches = [batch for own in step for batch in own]
             assert len(batches) == world * micro_batches
             names = [name for batch in batches for name in batch.sample_ids]
