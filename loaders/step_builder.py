@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -124,8 +125,16 @@ class StepBuilder:
     """Makes steps of plans."""
 
     def __init__(
-        self, reader: SelectionReader, model: ModelPreset, config: LoaderConfig, meter: Meter
+        self,
+        reader: SelectionReader,
+        model: ModelPreset,
+        config: LoaderConfig,
+        meter: Meter,
+        *,
+        are_padded: bool = False,
     ) -> None:
+        """`are_padded`: whether micro-batches are planned to be padded."""
+        self._are_padded = are_padded
         self._reader, self._model, self._config, self._meter = reader, model, config, meter
         self._device = None if config.device is None else torch.device(config.device)
         is_cuda = self._device is not None and self._device.type == "cuda"
@@ -198,6 +207,8 @@ class StepBuilder:
             stored = self._reader.stored_samples(selection)
             seeds = SampleSeeds(config.seed, epoch, stored)
         batch = collate(raw, self._model, config, plan.totals, seeds)
+        if self._are_padded:
+            batch = replace(batch, is_padded=True)
         if seeds is None or config.batch_transform is None:
             return batch
         return transform_batch(config.batch_transform, batch, raw.where, seeds)

@@ -108,6 +108,10 @@ class MicroBatch:
 
     The same for all tokens of a sample, so for shifted labels too; 0 in a sample without labels.
     """
+    is_padded: bool = False
+    """Whether it was planned to be padded (`BalancedLoader(packing=False)`), its longest sample
+    first. Its tensors have no padding: `padded` and `loaders.model_inputs` give a row per sample.
+    """
 
     @property
     def num_samples(self) -> int:
@@ -118,6 +122,29 @@ class MicroBatch:
     def max_seqlen(self) -> int:
         """Tokens of the longest sample, or 0; reads values, so call it before moving to a GPU."""
         return int(self.cu_seqlens.diff().max()) if self.num_samples else 0
+
+    def padded(self, pad_token_id: int = 0) -> dict[str, Tensor]:
+        """The tokens with a row per sample, each padded on the right to the longest.
+
+        `input_ids`, `labels` (-100 in the padding), `attention_mask` (0 there, else 1) and
+        `position_ids` (the padding's continue), int64, (num_samples, max_seqlen). Images and clips
+        stay in the order of the samples. `values[attention_mask.bool()]` are (tokens,) again.
+        """
+        lengths = self.cu_seqlens.diff().long()
+        positions = torch.arange(self.max_seqlen, device=lengths.device)
+        is_token = positions < lengths[:, None]
+
+        def in_rows(values: Tensor, padding: int) -> Tensor:
+            rows = values.new_full(is_token.shape, padding)
+            rows[is_token] = values
+            return rows
+
+        return {
+            "input_ids": in_rows(self.input_ids, pad_token_id),
+            "labels": in_rows(self.labels, LABEL_IGNORE),
+            "attention_mask": is_token.long(),
+            "position_ids": positions.repeat(self.num_samples, 1),
+        }
 
     def reduce_loss(self, token_losses: Tensor) -> Tensor:
         """This micro-batch's part of the step's loss: weighted, summed and divided.

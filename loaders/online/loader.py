@@ -76,6 +76,10 @@ class PackingConfig:
     """Image patches of a micro-batch at most, or ViT tokens at native resolution; None: chosen by
     the first window. A later sample that is larger than a chosen cap is a micro-batch of its own.
     """
+    packing: bool = True
+    """False, for models without varlen attention: a micro-batch is of samples of similar length,
+    each padded to the longest (`model_inputs`, `MicroBatch.padded`). `max_tokens` counts padding.
+    """
     window: int = 2048
     """Samples that are planned together. More make steps more even, and cost time before the first
     one if a cap is chosen.
@@ -107,6 +111,7 @@ class PackingOptions(LoaderOptions, total=False):
     transform: Transform | None
     max_tokens: int | None
     max_vision: int | None
+    packing: bool
     window: int
     max_rejected: float
     lengths_cache: str | Path | None
@@ -140,6 +145,8 @@ class BalancedLoader(StepStream):
         rank, size = config.ranks()
         peers = config.peers()
         self._packing = PackingConfig(model=model, **packing)  # type: ignore[arg-type]
+        if config.planner is not None and not self._packing.packing:
+            raise ConfigError("a planner packs steps again; leave it out, or packing=False")
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
@@ -194,7 +201,9 @@ class BalancedLoader(StepStream):
         self._told = {"dataset": str(self._source.identity)}
         self._steps = Steps(self._source, config.step_config(), config.planner)
         self._reader, self._meter = reader, Meter()
-        self._builder = StepBuilder(reader, self.model, config, self._meter)
+        self._builder = StepBuilder(
+            reader, self.model, config, self._meter, are_padded=not packing.packing
+        )
         self._pid, self._running = os.getpid(), None
         self._closed, self._resumes, self.num_dropped_samples = False, False, 0
 
@@ -208,11 +217,12 @@ class BalancedLoader(StepStream):
             balance=config.balance,
             step_groups=config.ranks()[1] * config.micro_batches_per_step,
             loss_weights=config.loss_weights,
+            packing=packing.packing,
         )
 
     def _window_identity(self) -> dict[str, int | None]:
-        packing = self._packing
-        return {name: getattr(packing, name) for name in ("window", "max_tokens", "max_vision")}
+        names = "window", "max_tokens", "max_vision", "packing"
+        return {name: getattr(self._packing, name) for name in names}
 
     def __iter__(self) -> Iterator[StepBatches]:
         while True:
@@ -285,6 +295,7 @@ class BalancedLoader(StepStream):
             "explained": self.explained,
             "groups": figures.num_groups,
             "token_fill": figures.token_fill,
+            "padding": figures.padding,
             "first_window_s": figures.first_window_s,
             "measuring_s": figures.measuring_s,
             "grouping_s": figures.grouping_s,

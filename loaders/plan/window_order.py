@@ -10,6 +10,7 @@ import numpy as np
 from balance.order.global_shuffle import LoadLookup, assign_ranks, nearest
 from balance.types import Groups, IntArray
 
+LLM_KINDS = ("image", "text", "audio")
 LEAST_WIDTH = 4
 """Times a step's groups that wait at least, if `balance` asks for as many: more come by windows."""
 
@@ -22,18 +23,35 @@ class WindowFigures:
     """What planning has done so far in this process."""
 
     num_groups: int = 0
-    token_fill: float = 0.0
-    """Share of `max_seq_len` that groups fill, on average."""
+    num_tokens: int = 0
+    """LLM tokens of all groups, padding included."""
+    num_padding: int = 0
+    room: int = 0
+    """LLM tokens that groups may have, together."""
     first_window_s: float = 0.0
     """Time until the groups of the first window were there."""
     measuring_s: float = 0.0
     """Time in which samples were measured, waiting for other ranks included."""
     grouping_s: float = 0.0
 
-    def add(self, num_groups: int, fill: float, measuring_s: float, grouping_s: float) -> None:
-        """Count a window."""
-        self.num_groups += num_groups
-        self.token_fill += (fill - self.token_fill) * num_groups / max(1, self.num_groups)
+    @property
+    def token_fill(self) -> float:
+        """Share of `max_seq_len` that groups fill, on average."""
+        return self.num_tokens / max(1, self.room)
+
+    @property
+    def padding(self) -> float:
+        """Share of groups' tokens that is padding."""
+        return self.num_padding / max(1, self.num_tokens)
+
+    def add(
+        self, sums: dict[str, IntArray], max_seq_len: int, measuring_s: float, grouping_s: float
+    ) -> None:
+        """Count a window, by the sums of its groups."""
+        self.num_groups += len(sums["num_samples"])
+        self.num_tokens += sum(int(sums[f"num_{kind}_tokens"].sum()) for kind in LLM_KINDS)
+        self.num_padding += int(sums["num_padding"].sum())
+        self.room += len(sums["num_samples"]) * max_seq_len
         self.measuring_s += measuring_s
         self.grouping_s += grouping_s
         self.first_window_s = self.first_window_s or measuring_s + grouping_s

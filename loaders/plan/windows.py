@@ -20,16 +20,22 @@ import numpy as np
 
 from balance.errors import DataError
 from balance.loss_weights import LossWeights, sample_weights
+from balance.metrics import padded_loads
 from balance.order.global_shuffle import GlobalShuffle, unfit_state
 from balance.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
 from loaders.plan.selection import SampleRefs, Selection
-from loaders.plan.window_order import PlannedGroups, PlannedWindow, WindowFigures, WindowOrder
+from loaders.plan.window_order import (
+    LLM_KINDS,
+    PlannedGroups,
+    PlannedWindow,
+    WindowFigures,
+    WindowOrder,
+)
 
 LABEL_UNITS = 256
 """The labels of a mean group are rounded to 1 / this, so that products with it are exact."""
 
-_LLM_KINDS = ("image", "text", "audio")
 IsCancelled = Callable[[], bool]
 
 
@@ -65,6 +71,8 @@ class WindowSettings:
     step_groups: int
     """Groups of a step, over all ranks."""
     loss_weights: LossWeights
+    packing: bool = True
+    """Whether a group's samples are packed, and not padded to the longest."""
 
 
 class WindowGroups(EpochSource):
@@ -265,7 +273,8 @@ class WindowEpoch(Epoch):
                 raise DataError(f"none of the {num_read} samples can be used; see `rejected`")
             sums = self._sums(groups)
             times = measured - begun, time.perf_counter() - measured
-            self.source.figures.add(len(groups), self._fill_of(sums), *times)
+            cap = self.source.limits.max_seq_len if self.source.limits else 0
+            self.source.figures.add(sums, cap, *times)
             with self._lock:
                 planned = self._planned
                 first = planned.first + len(planned.groups)
@@ -279,7 +288,8 @@ class WindowEpoch(Epoch):
 
     def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
         """Groups of samples, and samples that wait for the next window."""
-        from balance.grouping.window import group_window  # noqa: PLC0415  (see `loaders`)
+        from balance.grouping.padded import group_padded  # noqa: PLC0415  (see `loaders`)
+        from balance.grouping.window import group_window  # noqa: PLC0415
 
         source, settings, lengths = self.source, self.source.settings, self.source.lengths
         if not len(samples):
@@ -288,8 +298,8 @@ class WindowEpoch(Epoch):
             source.limits = lengths.choose_limits(samples)
         limits = source.limits
         samples = lengths.within(samples, limits)
-        image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in _LLM_KINDS)
-        made, left = group_window(
+        image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in LLM_KINDS)
+        made, left = (group_window if settings.packing else group_padded)(
             lengths.column(f"num_{limits.vision_unit}", samples),
             image + text + audio,
             limits,
@@ -318,16 +328,13 @@ class WindowEpoch(Epoch):
     def _sums(self, groups: Groups) -> dict[str, IntArray]:
         column, ordered = self.source.lengths.column, np.arange(len(groups.samples))
         own = Groups(ordered, groups.offsets)
-        sums = {name: own.sum(column(name, groups.samples)) for name in COUNT_COLUMNS}
-        return sums | {"num_samples": groups.sizes.astype(np.int64)}
-
-    def _fill_of(self, sums: dict[str, IntArray]) -> float:
-        """Share of the token cap that groups fill, on average."""
-        limits, tokens = (
-            self.source.limits,
-            sum(int(sums[f"num_{k}_tokens"].sum()) for k in _LLM_KINDS),
-        )
-        return tokens / max(1, len(sums["num_samples"]) * limits.max_seq_len) if limits else 0.0
+        each = {name: column(name, groups.samples) for name in COUNT_COLUMNS}
+        sums = {name: own.sum(values) for name, values in each.items()}
+        tokens = np.sum([each[f"num_{kind}_tokens"] for kind in LLM_KINDS], axis=0)
+        used = own.sum(tokens) if self.source.settings.packing else padded_loads(own, tokens)
+        padding = used - own.sum(tokens)
+        sums["num_text_tokens"] += padding  # it costs as much as text
+        return sums | {"num_samples": groups.sizes.astype(np.int64), "num_padding": padding}
 
     def _is_closed(self) -> bool:
         return self._closed

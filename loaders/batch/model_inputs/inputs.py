@@ -17,6 +17,7 @@ from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs._audio import audio_arguments, has_clips, with_blank_clip
+from loaders.batch.model_inputs._padding import padded_text
 from loaders.batch.model_inputs._registry import family_of
 from loaders.batch.model_inputs.family import (
     Arguments,
@@ -42,6 +43,10 @@ def model_inputs(
     `loss` is this micro-batch's part of the step's mean: parts of all micro-batches and ranks are
     summed.
 
+    A micro-batch that is planned to be padded (`is_padded`) gets a row per sample instead, padded
+    on the right: (rows, longest), with an `attention_mask`, and needs no attention that keeps
+    samples apart. Blank images and clips are then the end of the last row.
+
     `always_encode`: a micro-batch without images gets a sample of one small blank image at its end,
     without labels. The vision encoder then runs on every rank in every micro-batch: DDP finds no
     unused parameter, FSDP does not hang, and empty micro-batches work. So it is with a clip of
@@ -49,7 +54,8 @@ def model_inputs(
     and an empty one, which no model accepts, is a ValueError.
 
     `with_labels=False` leaves out labels and divisor, for a loss of your own: that of the logits'
-    first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that.
+    first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that. With
+    padding they are the first of `logits[attention_mask.bool()]`.
 
     Raises ConfigError for another model, another preset's pixels, raw pixels
     (`pixel_dtype=torch.uint8`), audio, images that a planner gave to another rank, labels of
@@ -63,30 +69,36 @@ def model_inputs(
             "transformers' losses have no weights: use the loader's loss_weights='token', or "
             "with_labels=False and MicroBatch.reduce_loss"
         )
-    if always_encode and not len(batch.image_sizes):
-        batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
-    if always_encode and family.blank_clip is not None and not has_clips(batch):
-        batch = _with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
-        batch = with_blank_clip(batch, family.blank_clip, config)
+    num_rows = max(1, batch.num_samples)
+    if always_encode:
+        batch = _with_blanks(batch, config, family)
     if not len(batch.input_ids):
         raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
-    inputs: dict[str, Any] = {
-        "input_ids": batch.input_ids[None],
-        "position_ids": family.positions(batch, config),
-        "use_cache": False,
-        **family.masks(batch, config),
-        **_borders(batch, config),
-    }
-    if with_labels:
-        # transformers' shift over the whole sequence then moves no label across a sample border
-        labels = batch.labels.clone()
-        labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
-        inputs |= {"labels": labels[None], "num_items_in_batch": batch.loss_normalizer}
+    if batch.is_padded:
+        text = padded_text(batch, num_rows, config, family)
+    else:
+        text = _packed_text(batch, config, family)
+    inputs = {**text, "use_cache": False, "num_items_in_batch": batch.loss_normalizer}
+    if not with_labels:
+        del inputs["labels"], inputs["num_items_in_batch"]
     if len(batch.image_sizes):
         inputs |= family.images(batch, config)
     if has_clips(batch):
         inputs |= audio_arguments(batch, config)
     return inputs
+
+
+def _packed_text(batch: MicroBatch, config: Any, family: ModelFamily) -> Arguments:
+    # transformers' shift over the whole sequence then moves no label across a sample border
+    labels = batch.labels.clone()
+    labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
+    return {
+        "input_ids": batch.input_ids[None],
+        "labels": labels[None],
+        "position_ids": family.positions(batch, config),
+        **family.masks(batch, config),
+        **_borders(batch, config),
+    }
 
 
 def _borders(batch: MicroBatch, config: Any) -> Arguments:
@@ -137,6 +149,16 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
             f"image tokens ({config.image_token_id}) without images: a planner gave them to "
             "another rank's encoder, or the model's image_token_id is not the build's"
         )
+
+
+def _with_blanks(batch: MicroBatch, config: Any, family: ModelFamily) -> MicroBatch:
+    """`batch` with a sample more for each encoder that would have nothing to do."""
+    if not len(batch.image_sizes):
+        batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
+    if family.blank_clip is not None and not has_clips(batch):
+        batch = _with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
+        batch = with_blank_clip(batch, family.blank_clip, config)
+    return batch
 
 
 def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int) -> MicroBatch:
