@@ -12,7 +12,7 @@ STATE_VERSION = 3
 _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
     "dataset": "give the loader the dataset, model and tokenizer of the run that saved it",
-    "window": "give the loader the window and max_tokens of the run that saved it",
+    "window": "give the loader the window, caps and packing of the run that saved it",
     "manifest_hash": "it belongs to another build, or to other weights",
     "samples": "give the loader the split, filter and limit of the run that saved it",
     "order": "give the loader the shuffle of the run that saved it",

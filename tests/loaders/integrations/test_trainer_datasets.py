@@ -117,6 +117,40 @@ def test_epochs_of_a_dataset_give_every_sample_and_a_killed_run_resumes(rows, tm
     assert hf_trainer.saved_states(other.state)[STATE_KEY] == other.loader.state_dict()
 
 
+def test_padded_micro_batches_train_and_resume(rows, tmp_path, monkeypatch):
+    """A row per sample, for a model whose attention knows no borders of samples."""
+    shapes, original = [], hf_trainer.model_inputs
+
+    def watched(batch, config):
+        inputs = original(batch, config)
+        assert batch.is_padded
+        assert "cu_seq_lens_q" not in inputs
+        assert inputs["input_ids"].shape == inputs["attention_mask"].shape
+        shapes.append((batch.num_samples, inputs["input_ids"].shape[0]))
+        return inputs
+
+    monkeypatch.setattr(hf_trainer, "model_inputs", watched)
+    padded = rows[0], {**rows[1], "packing": False}
+
+    def train(out, *, resume=False, given=None):
+        options = {"num_train_epochs": 1, "save_steps": 3}
+        trainer = make_trainer(padded, tmp_path / out, given, **options)
+        trainer.model.set_attn_implementation("eager")
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = train("whole")
+    assert sum(samples for samples, _ in shapes) == len(rows[0])
+    assert all(given == max(1, samples) for samples, given in shapes)
+    assert max(shapes)[0] > 1
+    with pytest.raises(Killed):
+        train("killed", given={"callbacks": [KillIn(4)]})
+    resumed = train("killed", resume=True)
+    assert losses(resumed) == losses(whole)
+    for key, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[key]), key
+
+
 def test_datasets_that_cannot_be_packed_are_refused(rows, tmp_path):
     loader = BalancedLoader(rows[0], **rows[1], micro_batches_per_step=2)
     for given, match in (

@@ -61,6 +61,7 @@ def make_ranks(lengths, world, micro_batches, *, window, seed=0, state=None, **c
             balance=0.5,
             step_groups=world * micro_batches,
             loss_weights="token",
+            packing=changes.get("packing", True),
         )
         build = SimpleNamespace(manifest=SimpleNamespace(model=load_model("tiny")))
         source = WindowGroups(build, lengths(), settings, {"dataset": "drawn", "window": window})
@@ -105,11 +106,14 @@ def test_elastic_runs():
         if not usable:
             continue
 
-        def ranks(state=None, *, lengths=lengths, window=window, first=first, rng=rng):
+        packing = bool(rng.random() < 0.7)
+
+        def ranks(
+            state=None, *, lengths=lengths, window=window, first=first, rng=rng, packing=packing
+        ):
             world, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 4))
-            return make_ranks(
-                lengths, world, micro_batches, window=window, first_window=first, state=state
-            )
+            options = {"window": window, "first_window": first, "packing": packing, "state": state}
+            return make_ranks(lengths, world, micro_batches, **options)
 
         state, running, per_group = None, ranks(), set()
         for epoch in range(2):
