@@ -128,7 +128,8 @@ def _check_kernels(config: Any) -> None:
     if missing and find_spec("kernels") is None:
         raise ConfigError(
             f"{config.model_type} has linear attention, which keeps packed samples apart only with"
-            " its kernels: pip install flash-linear-attention causal-conv1d"
+            " its kernels: pip install flash-linear-attention causal-conv1d; or pad them"
+            " (BalancedLoader(packing=False))"
         )
 
 
