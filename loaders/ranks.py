@@ -194,13 +194,13 @@ class _Wait:
         while not store.check(keys):
             now = time.monotonic()
             left = self._began + self._timeout_s - now
+            if now - self._began > PATIENCE_S:
+                self._warn()  # also where this process slept through the rest of its time
             if left <= 0:
                 return False
             refused_at = refused_at or now if store.check([self._place + REFUSED]) else 0.0
             if refused_at and now - refused_at > GRACE_S:
                 raise ConfigError(store.get(self._place + REFUSED).decode())
-            if now - self._began > PATIENCE_S:
-                self._warn()
             time.sleep(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return True

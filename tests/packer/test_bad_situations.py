@@ -251,18 +251,29 @@ def appears(path):
     return lambda _: path.exists()
 
 
+def hold_last(folder, count):
+    """-> (a dataset of `count` records, options with which counting it does not end before there is
+    a file `folder/go`).
+    """
+    rows = [record(number, answer="word " * 100) for number in range(count)]
+    code = (
+        "import time\nfrom pathlib import Path\n\n\ndef hold(record):\n"
+        f"    while record['id'] == 's{count - 1}' and not Path({str(folder / 'go')!r}).exists():\n"
+        "        time.sleep(0.005)\n    return record\n"
+    )
+    (folder / "hold.py").write_text(code)
+    return write_dataset(folder / "raw", rows), ["--map", f"{folder / 'hold.py'}:hold"]
+
+
 @situation("two builds into one output at once", "the second stops; the first continues", 1)
 def test_two_builds_at_once(tmp_path):
-    raw = write_dataset(
-        tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2000)]
-    )
-    command = build_command(raw, tmp_path / "out")
+    raw, held = hold_last(tmp_path, 2000)
+    command = build_command(raw, tmp_path / "out", *held)
     first = start(command, appears(tmp_path / "out" / "staging" / "build.json"))
-    first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second has begun
     try:
         run(command, 1, "another packer is writing")
     finally:
-        first.send_signal(signal.SIGCONT)
+        (tmp_path / "go").touch()
     printed, stderr = first.communicate(timeout=60)
     require_clear(stderr)
     assert first.returncode == 0
@@ -290,14 +301,13 @@ MOMENTS = {
 @situation("Ctrl-C, early or late, also twice", "stops; the same command resumes", 130)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupt(tmp_path, moment):
-    raw = write_dataset(
-        tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2500)]
-    )
-    command = [*build_command(raw, tmp_path / "out"), "--workers", "2"]
+    raw, held = hold_last(tmp_path, 2500)
+    command = build_command(raw, tmp_path / "out", "--workers", 2, *held)
     child = start(command, MOMENTS[moment](tmp_path / "out"))
     for _ in range(2):
         os.killpg(child.pid, signal.SIGINT)  # to all its processes, as a terminal does
         time.sleep(0.02)
+    (tmp_path / "go").touch()
     _, stderr = child.communicate(timeout=60)
     assert child.returncode in (130, -signal.SIGINT)
     require_clear(stderr, "stopped")
@@ -311,11 +321,10 @@ def test_an_interrupt(tmp_path, moment):
     143,
 )
 def test_a_termination(tmp_path):
-    raw = write_dataset(
-        tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2500)]
-    )
+    raw, held = hold_last(tmp_path, 2500)
     for moment in ("loading", "counting"):
-        command = [*build_command(raw, tmp_path / moment), "--workers", "2"]
+        (tmp_path / "go").unlink(missing_ok=True)
+        command = build_command(raw, tmp_path / moment, "--workers", 2, *held)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             child = start(command, MOMENTS[moment](tmp_path / moment))
@@ -323,6 +332,7 @@ def test_a_termination(tmp_path):
             signal.signal(signal.SIGINT, before)
         child.send_signal(signal.SIGINT)
         child.send_signal(signal.SIGTERM)
+        (tmp_path / "go").touch()
         _, stderr = child.communicate(timeout=60)
         assert child.returncode == 143, moment
         require_clear(stderr, "stopped")

@@ -65,6 +65,10 @@ class Door:
                 client = listener.accept()[0]
                 server = socket.create_connection(self._server)
                 with self._lock:
+                    if listener not in self._open:  # shut since the client came
+                        client.close()
+                        server.close()
+                        return
                     self._open += [client, server]
                 for source, target in ((client, server), (server, client)):
                     threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
