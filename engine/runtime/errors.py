@@ -7,7 +7,8 @@ rank went first. A rank that runs out of memory ends only the step (`StageExecut
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ _CUDA_MESSAGES = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 """RuntimeErrors of CUDA, cuBLAS and cuDNN when the GPU has no memory left for their own buffers."""
 
 FIRST_LOST = "isobatch/first_lost"
+ROLL_CALL = "isobatch/roll_call"
 ANSWERED = "isobatch/answered"
-ROLL_CALL_S = 3.0
+ROLL_CALL_S = 5.0
 """Time that the other ranks have to say that they are alive, if it is not clear who is gone."""
+WATCH_S = 0.5
+"""Time between two looks at the store while a collective waits."""
 
 
 class PeerLost(IsobatchError, RuntimeError):
@@ -41,6 +45,29 @@ class GradientNotFinite(IsobatchError, ArithmeticError):
 
 class SpecMismatch(IsobatchError, ValueError):
     """A layer returned something other than the model's specs say."""
+
+
+class _RollCalled(RuntimeError):
+    """Another rank has lost one, while this one waits."""
+
+
+def finish(work: dist.Work) -> None:
+    """Wait for a collective on the CPU, or until another rank of the world has lost one.
+
+    A rank that waits for a live one only would not notice: that one waits for its answer.
+    """
+    while True:
+        try:
+            work.wait(timedelta(seconds=WATCH_S))
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what it failed with, if it did
+                return
+            with suppress(dist.DistError):  # no store: the rank that had it has ended
+                if dist.distributed_c10d._get_default_store().check([ROLL_CALL]):
+                    raise _RollCalled("another rank has lost one") from None
+        else:
+            return
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -69,7 +96,8 @@ def peer_errors(ranks: Sequence[int], other: int | None = None) -> Iterator[None
     except RuntimeError as error:
         me = dist.get_rank()
         others = [rank for rank in ranks if rank != me]
-        lost = _first_lost(others, others[0] if other is None and len(others) == 1 else other)
+        seen = others[0] if other is None and len(others) == 1 else other
+        lost = _first_lost(others, None if isinstance(error, _RollCalled) else seen)
         raise PeerLost(f"rank {me} stops: {_reason(me, lost)} ({first_line(error)})") from error
 
 
@@ -85,6 +113,7 @@ def _first_lost(others: Sequence[int], seen: int | None) -> int | None:
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{ANSWERED}/{dist.get_rank()}", "")
+        store.set(ROLL_CALL, "")
         if seen is not None:
             return int(store.compare_set(FIRST_LOST, "", str(seen)))
         return _roll_call(store, others)

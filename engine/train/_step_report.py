@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from balance.errors import DataError
 from balance.types import LABEL_IGNORE
-from engine.runtime.communication.collectives import world_errors
+from engine.runtime.communication.collectives import all_gather
 from engine.runtime.stage_executor import StepResult
 from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import PassKind
@@ -52,11 +51,8 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
         "peak_bytes": own.peak_bytes or 0,
     }
     mine = torch.tensor(list(columns.values()), dtype=torch.float64, device=device)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with world_errors():
-        dist.all_gather(ranks, mine)
     # each (ranks,)
-    all_of = dict(zip(columns, torch.stack(ranks).cpu().numpy().T, strict=True))
+    all_of = dict(zip(columns, torch.stack(all_gather(mine)).cpu().numpy().T, strict=True))
     found = {
         "step": own.step,
         # mean over the step's labels, whatever its losses were divided by

@@ -10,14 +10,13 @@ from math import inf
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from balance.errors import ConfigError
 from engine.cost_model.costs import Costs, frozen_costs
 from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
 from engine.planning.plan import Plan
-from engine.runtime.communication.collectives import world_errors
+from engine.runtime.communication.collectives import all_gather
 from engine.train.config import TrainConfig
 from engine.train.layout import Layout
 from engine.train.models.open_model import PipelineModel, kinds_text
@@ -102,10 +101,7 @@ def check_same_step(note: StepNote) -> None:
     All agree on the samples of each replica, and the ranks of a replica on its micro-batches.
     """
     told = torch.tensor([note.rank, note.fingerprint, note.own_fingerprint])
-    ranks = [torch.empty_like(told) for _ in range(dist.get_world_size())]
-    with world_errors():
-        dist.all_gather(ranks, told)
-    replicas, steps, own = torch.stack(ranks).T.tolist()
+    replicas, steps, own = torch.stack(all_gather(told)).T.tolist()
     if len(set(steps)) > 1 or len(set(zip(replicas, own, strict=True))) > len(set(replicas)):
         raise ConfigError(
             "the ranks tuned the step differently: give all the same build, plan and profile"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from balance.errors import IsobatchError
-from engine.runtime.errors import peer_errors
+from engine.runtime.errors import finish, peer_errors
 
 T = TypeVar("T")
 
@@ -58,17 +58,34 @@ def any_rank(value: bool) -> bool:
     """Whether it is so on any rank. One small message over the CPU's backend."""
     found = torch.tensor(int(value))
     if dist.is_initialized():
-        with world_errors():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        all_reduce(found, dist.group.WORLD, dist.ReduceOp.MAX)
     return bool(found)
 
 
+def all_gather(values: Tensor) -> list[Tensor]:
+    """Every rank's values, of one shape and dtype, on all ranks of the world."""
+    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    with world_errors():
+        _finish(dist.all_gather(found, values, async_op=True), values)
+    return found
+
+
 def all_reduce(
-    values: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    values: Tensor,
+    group: dist.ProcessGroup | None,
+    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
     """Reduce values over a group in place; PeerLost if one of its ranks is lost."""
     with peer_errors(dist.get_process_group_ranks(group)):
-        dist.all_reduce(values, op=operation, group=group)
+        _finish(dist.all_reduce(values, op=operation, group=group, async_op=True), values)
+
+
+def _finish(work: dist.Work | None, values: Tensor) -> None:
+    assert work is not None  # this process belongs to the group
+    if values.is_cpu:
+        finish(work)
+    else:
+        work.wait()  # the stream does, not the host
 
 
 def world_errors() -> AbstractContextManager[None]:
