@@ -195,7 +195,7 @@ class Builder:
                 executor=config.executor,
                 workers=config.workers,
             )
-            count_dataset(dataset, settings, self.staging, self.progress)
+            self._count_records(dataset, settings)
         extras = self._extras(dataset)
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
@@ -212,6 +212,9 @@ class Builder:
         write_table(counts.table, self.out / COUNTS_NAME)
         self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
         return counts
+
+    def _count_records(self, dataset: Dataset, settings: CountSettings) -> None:
+        count_dataset(dataset, settings, self.staging, self.progress)
 
     def _note_missing(self, dataset: Dataset) -> None:
         """Say before the work which kept columns the first records do not have."""

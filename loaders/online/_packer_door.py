@@ -6,7 +6,7 @@ are those of a build.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count, pairwise
@@ -24,13 +24,14 @@ from balance.interface.command_line import messages
 from balance.model_folder.find_model import find_model, is_folder
 from balance.types import COUNT_COLUMNS, BoolArray, IntArray
 from loaders.online.records import BrokenRecord
-from packer.config import DEMO_MODEL
+from packer.config import DEMO_MODEL, BuildConfig
 from packer.count.record_table import RecordTable, read_records
 from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.demo.dataset import demo_tokenizer_path
 from packer.progress import StageProgress
 from packer.records.record import BY_CHOICE, RawRecord
 from packer.records.user_map import ALL_COLUMNS
+from packer.sources.dataset import Dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
 from shards.stored_group import PackedBlock, PackedFiles, StoredGroup
@@ -44,7 +45,12 @@ __all__ = [
     "RecordTable",
     "choose_limits",
     "find_records",
+    "write_build",
 ]
+
+
+MEMORY_SOURCE = "record"
+"""Source of records in memory that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,27 @@ def find_records(
     return read_records(place, data_root, keep, seed, progress)
 
 
+def write_build(
+    options: dict[str, Any],
+    dataset: Dataset | None,
+    part_sizes: list[int],
+    chunks: Iterator[tuple[pa.RecordBatch, dict[str, bytes]]],
+    note: str,
+) -> None:
+    """Write the build of a dataset, None for one in memory; `options` of `BuildConfig`.
+
+    `chunks` are its records, staged, as `CountedSamples` describes them.
+    """
+    from packer.write import counted_build  # noqa: PLC0415  loads what reports need
+
+    dataset = dataset or counted_build.dataset_in_memory(MEMORY_SOURCE)
+    samples = counted_build.CountedSamples(
+        dataset=dataset, part_sizes=part_sizes, chunks=chunks, note=note
+    )
+    config = BuildConfig(dataset=dataset.name, **options)
+    counted_build.CountedBuilder(config, StageProgress(messages), samples).run()
+
+
 class _BlobsInMemory:
     """The blobs of several `CountedRecords`, by name."""
 
@@ -133,9 +160,10 @@ class RecordCounter:
             tokenizer = str(demo_tokenizer_path())
         if tokenizer is None:
             raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
+        self.tokenizer_source = tokenizer
         self._names, self._places = count(), places
         parts = [] if places is None else places.dataset.parts
-        self._sources = [(part.name, part.data_root) for part in parts] or [("record", "/")]
+        self._sources = [(part.name, part.data_root) for part in parts] or [(MEMORY_SOURCE, "/")]
         self._counter = SampleCounter(
             CountSettings(
                 model=self.model,
@@ -161,11 +189,7 @@ class RecordCounter:
 
     def count(self, indices: IntArray, values: Sequence[Any]) -> CountedRecords:
         """Count records, given with their indices."""
-        records = [
-            value if isinstance(value, RawRecord) else _raw(index, value)
-            for index, value in zip(indices.tolist(), values, strict=True)
-        ]
-        table, blobs = self._count(records, self._parts(indices))
+        table, blobs = self.stage(indices, values, self._parts(indices))
         if self._places is not None:
             table = _with_suffixes(table, indices, self._places.suffixes)
         reasons = table.column("reason").to_pylist()
@@ -192,10 +216,14 @@ class RecordCounter:
         """Part of the dataset that each record is from."""
         return np.zeros_like(indices) if self._places is None else self._places.parts[indices]
 
-    def _count(
-        self, records: Sequence[RawRecord], parts: IntArray
+    def stage(
+        self, indices: IntArray, values: Sequence[Any], parts: IntArray
     ) -> tuple[pa.RecordBatch, dict[str, bytes]]:
-        """The rows of records, in order, and their blobs."""
+        """Rows as the packer stages them, in order, and the blobs that they name."""
+        records = [
+            value if isinstance(value, RawRecord) else _raw(index, value)
+            for index, value in zip(indices.tolist(), values, strict=True)
+        ]
         tables, blobs, order = [], {}, np.argsort(parts, kind="stable")
         for part in np.unique(parts).tolist():
             name = str(next(self._names))  # of its own, so that records of several may be joined

@@ -28,14 +28,18 @@ class PlaceRecords(Records):
 
     def take(self, indices: IntArray) -> list[Any]:
         """`RawRecord`s by index, damaged ones too."""
-        return [self._record(index) for index in indices.tolist()]
+        return self.take_rows(self.places.rows[indices])
+
+    def take_rows(self, rows: IntArray) -> list[Any]:
+        """The same, by their places among all records that were read."""
+        return [self._record(row) for row in rows.tolist()]
 
     def fingerprint(self) -> str:
         """Changes when the files do."""
         return self.places.identity
 
-    def _record(self, index: int) -> RawRecord:
-        record = self.places[index]
+    def _record(self, row: int) -> RawRecord:
+        record = self.places.record(row)
         if self._transform is None or record.broken:
             return record
         value = self._transformed(record.value)

@@ -25,6 +25,7 @@ from loaders.online._exchange import RankExchange
 from loaders.online._length_table import LengthTable
 from loaders.online._packer_door import RecordCounter, RejectedSample
 from loaders.online._place_records import open_records
+from loaders.online._save_build import require_place, save_build
 from loaders.online.lengths import LengthOptions, SampleLengths
 from loaders.online.reader import RecordReader
 from loaders.online.records import Transform
@@ -162,7 +163,7 @@ class BalancedLoader(StepStream):
     def _begin(self, dataset: Any, exchange: RankExchange | None) -> None:
         """The beginning of the first epoch."""
         packing, config = self._packing, self._config
-        is_leader = exchange is None or exchange.rank == 0
+        is_leader = exchange.rank == 0 if exchange is not None else config.dp_rank == 0
         records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
         if not len(records):
             raise ConfigError("the dataset has no records")
@@ -177,6 +178,7 @@ class BalancedLoader(StepStream):
         self.model, self.vocab_size = counter.model, counter.tokenizer.vocab_size
         self.image_token_id = counter.tokenizer.image_token_id
         self.audio_token_id = counter.tokenizer.audio_token_id
+        self._records, self._is_leader = records, is_leader
         reader = RecordReader(
             records, counter, packing.keep_columns, may_lose=config.on_error == "skip"
         )
@@ -303,6 +305,20 @@ class BalancedLoader(StepStream):
             "dist_ratio_vit": stats.dist_ratio_vit,
             "dist_ratio_llm": stats.dist_ratio_llm,
         }
+
+    def save_build(self, out: str | Path, *, overwrite: bool = False) -> None:
+        """Write a build of all samples to a folder or URI, as `packer build` does, and its report.
+
+        The first rank writes; others return at once. Samples that it measured and still has in
+        memory are not tokenised again, others are read now; progress is printed. ConfigError if
+        `out` holds a finished build and not `overwrite`; DataError if too many samples cannot be
+        used. A build that was interrupted does not open.
+        """
+        if self._is_leader:
+            require_place(str(out), overwrite=overwrite)
+            kept = cast("RecordReader", self._reader).kept()
+            args = self._records, self._counter, kept, self._packing, self._config.seed
+            save_build(str(out), *args)
 
     def close(self) -> None:
         """End all threads. Safe to call twice."""

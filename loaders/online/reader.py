@@ -68,6 +68,13 @@ class RecordReader:
                         del self._places[index]
         return counted
 
+    def kept(self) -> dict[int, tuple[CountedRecords, int]]:
+        """Samples in memory: where each is among those counted, and its row."""
+        with self._lock:
+            return {
+                index: (self._kept[number], row) for index, (number, row) in self._places.items()
+            }
+
     def read(self, selection: Selection) -> StoredGroup:
         """The samples of a selection, in its order; those that changed are left out and noted."""
         indices = np.array([part.group for part in selection], np.int64)

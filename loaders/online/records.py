@@ -77,6 +77,10 @@ class Records:
                 pass
         return [self._one(index) for index in chosen]
 
+    def take_rows(self, rows: IntArray) -> list[Any]:
+        """Records by their places in the dataset, which are their indices here."""
+        return self.take(rows)
+
     def fingerprint(self) -> str:
         """Changes when the dataset does, as far as its length and some records tell."""
         digest = hashlib.sha256(f"{len(self)}".encode())

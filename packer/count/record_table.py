@@ -73,9 +73,6 @@ class RecordTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> RawRecord:
-        return self.record(int(self.rows[number]))
-
     def record(self, row: int) -> RawRecord:
         """A record by its place among all that were read."""
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1

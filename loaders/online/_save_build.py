@@ -1,0 +1,92 @@
+"""`BalancedLoader.save_build`: the samples of a loader as a build.
+
+Tokens and files' places of samples that this process measured are taken from memory as far as they
+are still there; the other samples are read and tokenised again, since lengths alone make no shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from balance.errors import ConfigError
+from balance.types import IntArray
+from loaders.online._packer_door import CountedRecords, RecordCounter, write_build
+from loaders.online.records import Records
+from shards.manifest import is_complete
+
+if TYPE_CHECKING:
+    from loaders.online.loader import PackingConfig
+
+CHUNK_RECORDS = 256
+"""Records that are counted at once: few, because each may have images of some megabytes."""
+
+Kept = Mapping[int, tuple[CountedRecords, int]]
+"""Record of the dataset -> its row among those counted."""
+
+
+def save_build(
+    out: str,
+    records: Records,
+    counter: RecordCounter,
+    kept: Kept,
+    packing: PackingConfig,
+    seed: int,
+) -> None:
+    """Write a build; `kept` are samples in memory, by their numbers for the loader."""
+    places = records.places
+    if places is None:
+        sizes = [len(records)]
+    else:  # copies of a record are made by the build, which numbers their ids
+        own = {number: each for number, each in kept.items() if number not in places.suffixes}
+        kept = {int(places.rows[number]): each for number, each in own.items()}
+        sizes = places.part_sizes
+    total = sum(sizes)
+    write_build(
+        {
+            "out": out,
+            "model": packing.model,
+            "tokenizer": counter.tokenizer_source,
+            "chat_template": packing.chat_template,
+            "data_root": packing.data_root,
+            "keep_columns": packing.keep_columns,
+            "max_seq_len": packing.max_tokens,
+            "max_vision": packing.max_vision,
+            "max_rejected": packing.max_rejected,
+            "seed": seed,
+            "workers": 1,
+        },
+        None if places is None else places.dataset,
+        sizes,
+        _chunks(records, counter, kept, sizes),
+        f"{len(kept):,} of {total:,} samples are counted and in memory; the other "
+        f"{total - len(kept):,} are read and tokenised now",
+    )
+
+
+def require_place(out: str, *, overwrite: bool) -> None:
+    """ConfigError if there is a finished build that is not to be replaced."""
+    if is_complete(out) and not overwrite:
+        raise ConfigError(f"{out} holds a finished build; give another folder, or overwrite=True")
+
+
+def _chunks(
+    records: Records, counter: RecordCounter, kept: Kept, sizes: list[int]
+) -> Iterator[tuple[pa.RecordBatch, dict[str, bytes]]]:
+    parts = np.repeat(np.arange(len(sizes)), sizes)
+    for start in range(0, len(parts), CHUNK_RECORDS):
+        rows = np.arange(start, min(start + CHUNK_RECORDS, len(parts)))
+        is_kept = np.array([row in kept for row in rows.tolist()])
+        found = [kept[row] for row in rows[is_kept].tolist()]
+        tables = [counted.table.slice(row, 1) for counted, row in found]
+        blobs = {name: blob for counted, _ in found for name, blob in counted.blobs.items()}
+        if not is_kept.all():
+            missing: IntArray = rows[~is_kept]
+            table, new = counter.stage(missing, records.take_rows(missing), parts[missing])
+            tables.append(table)
+            blobs |= new
+        order = np.argsort(np.concatenate([rows[is_kept], rows[~is_kept]]))
+        yield pa.concat_batches(tables).take(pa.array(order)), blobs
