@@ -8,11 +8,14 @@ loader gives them, one micro-batch per step; ODB's are its own `grouping_data`, 
 buffer of 256 and of 1,024 samples per rank, the same caps, and ranks that never end early, which is
 better than it does. The package, pinned in peers-odb.txt, is installed into `--odb` for this run.
 
+Rows named "padded" are `packing=False`, of as many samples as ODB's ranks hold in all.
+
 micro-steps: also relative to the least possible. dist: share of the ranks' time that waits for the
-slowest of a micro-step; ODB's LLM tokens include padding. entropy: of sources per step, relative to
+slowest of a micro-step; padding counts as LLM tokens. entropy: of sources per step, relative to
 a random order. label: the largest factor between a source's share of labels and of the gradient,
 with the loader's constant divisor, and with ODB's weights by input tokens (`exact`). plan: time per
-sample on this machine. Exit status 1 if the default window misses the goals of `GOALS`.
+sample on this machine. Exit status 1 if the default window misses the goals of `GOALS`, or padded
+batches are not better than ODB's in every column but the last.
 """
 
 from __future__ import annotations
@@ -81,7 +84,11 @@ def main() -> int:
         for data in datasets(options.lengths):
             bound = max(lower_bounds(*data.loads, data.limits).values()) / options.dp
             found = [odb(data, options.dp, size, grouping) for size in ODB_BUFFERS]
-            found += [ours(data, options.dp, window) for window in options.windows]
+            sizes = [size * options.dp for size in ODB_BUFFERS]
+            padded = [ours(data, options.dp, size, packing=False) for size in sizes]
+            for own, peer in zip(padded, found, strict=True):
+                missed += judge_padded(data, own, peer)
+            found += [*padded, *(ours(data, options.dp, window) for window in options.windows)]
             console.print(as_table(data, found, bound))
             default = next((f for f in found if f.name == NAME.format(DEFAULT_WINDOW)), None)
             missed += judge(data, default, found[len(ODB_BUFFERS) - 1], bound) if default else []
@@ -137,14 +144,15 @@ class Measured:
         return samples
 
 
-def ours(data: Data, dp: int, window: int) -> Found:
+def ours(data: Data, dp: int, window: int, *, packing: bool = True) -> Found:
     """Figures of an epoch as the loader gives it."""
-    steps, planning_s = our_steps(data, dp, window)
+    steps, planning_s = our_steps(data, dp, window, packing=packing)
     micros = 1e6 * planning_s / len(data.counts)
-    return figures(NAME.format(window), steps, data, micros, padded=False)
+    name = NAME.format(window) + ("" if packing else ", padded")
+    return figures(name, steps, data, micros, padded=not packing)
 
 
-def our_steps(data: Data, dp: int, window: int) -> tuple[Steps, float]:
+def our_steps(data: Data, dp: int, window: int, *, packing: bool = True) -> tuple[Steps, float]:
     """The steps of an epoch as the loader gives them, and the time that planning takes."""
     settings = WindowSettings(
         window=window,
@@ -153,6 +161,7 @@ def our_steps(data: Data, dp: int, window: int) -> tuple[Steps, float]:
         balance=BALANCE,
         step_groups=dp,
         loss_weights="token",
+        packing=packing,
     )
     build: Any = SimpleNamespace(manifest=SimpleNamespace(model=load_model("internvl_1_5")))
     source = WindowGroups(build, Measured(data), settings, {})
@@ -215,7 +224,8 @@ def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:
     """Figures of an epoch."""
     steps, planning_s = odb_steps(data, dp, buffer, grouping)
     micros = 1e6 * planning_s / len(data.counts)
-    return figures(f"ODB, {buffer:,} per rank", steps, data, micros, padded=True)
+    name = f"ODB, {buffer:,} per rank"
+    return figures(name, steps, data, micros, padded=True, by_tokens=True)
 
 
 def odb_steps(data: Data, dp: int, buffer: int, grouping: Any) -> tuple[Steps, float]:
@@ -267,8 +277,10 @@ def odb_rank(
 # --- figures ---
 
 
-def figures(name: str, steps: Steps, data: Data, plan_us: float, *, padded: bool) -> Found:
-    """Figures of micro-steps: of each rank, its samples."""
+def figures(
+    name: str, steps: Steps, data: Data, plan_us: float, *, padded: bool, by_tokens: bool = False
+) -> Found:
+    """Figures of micro-steps; `by_tokens` as `label_factor` takes it."""
     batches = [batch for step in steps for batch in step]
     samples = np.array([sample for batch in batches for sample in batch])
     if not np.array_equal(np.sort(samples), np.arange(len(data.counts))):
@@ -284,7 +296,7 @@ def figures(name: str, steps: Steps, data: Data, plan_us: float, *, padded: bool
         dist_vit=dist_ratio(groups.sum(vision), dp),
         padding=pad_ratio(groups, tokens) if padded else 0.0,
         entropy=source_entropy(groups, data.sources, dp),
-        label=label_factor(groups, data, dp, by_tokens=padded),
+        label=label_factor(groups, data, dp, by_tokens=by_tokens),
         plan_us=plan_us,
     )
 
@@ -334,6 +346,23 @@ def judge(data: Data, own: Found, peer: Found, bound: float) -> list[str]:
         f"{data.name}, {data.limits.max_seq_len:,} tokens: {name} {value:.4f}, wanted {most:.4f}"
         for name, (value, most) in values.items()
         if value > most
+    ]
+
+
+def judge_padded(data: Data, own: Found, peer: Found) -> list[str]:
+    """In what padded batches are no better than those of ODB, of as many samples."""
+    values = {
+        "micro-steps": (own.num_steps, peer.num_steps),
+        "dist LLM": (own.dist_llm, peer.dist_llm),
+        "dist ViT": (own.dist_vit, peer.dist_vit),
+        "padding": (own.padding, peer.padding),
+        "1 / entropy": (1 / own.entropy, 1 / peer.entropy),
+        "labels": (own.label, peer.label),
+    }
+    return [
+        f"{data.name}, {own.name}: {name} {value:.4f}, {peer.name} {other:.4f}"
+        for name, (value, other) in values.items()
+        if value >= other
     ]
 
 

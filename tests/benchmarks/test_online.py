@@ -19,6 +19,12 @@ def test_windows_are_full_even_and_mixed():
     assert found.entropy > 0.95
     assert found.label == 1
     assert online.judge(data, found, found, bound)  # not ten times below itself
+    padded = online.ours(data, 4, 512, packing=False)
+    assert padded.label == 1
+    assert padded.padding < 0.05
+    assert padded.dist_llm < 0.2
+    assert found.num_steps < padded.num_steps < 2 * found.num_steps
+    assert online.judge_padded(data, padded, padded)  # not better than itself
 
 
 def test_ranks_of_a_peer_exchange_what_they_have():
