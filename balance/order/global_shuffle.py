@@ -233,11 +233,13 @@ def unfit_state(consumed: str) -> ValueError:
     return ValueError(f"{problem}; give the state of an order of the same build")
 
 
-def nearest(vision: IntArray, tokens: IntArray, count: int, tolerance: float = 0.0) -> IntArray:
+def nearest(
+    vision: IntArray, tokens: IntArray, count: int, tolerance: float = 0.0, centre: int = 0
+) -> IntArray:
     """Places of the first group and of the `count` - 1 nearest to it, ascending; all if not more.
 
     Nearest: the least sum of squares of what both loads differ by, each relative to its mean, above
-    `tolerance` times `EQUAL`.
+    `tolerance` times `EQUAL`. Another `centre` is itself left out if `count` before it are as near.
 
     >>> nearest(np.array([5, 9, 5, 8]), np.array([10, 10, 10, 10]), 2).tolist()
     [0, 2]
@@ -247,12 +249,36 @@ def nearest(vision: IntArray, tokens: IntArray, count: int, tolerance: float = 0
     distance = np.zeros(len(vision), np.int64)
     for load, equal in zip((vision, tokens), EQUAL, strict=True):
         mean = _mean(load)
-        apart = np.abs(load - load[0]) * UNIT // mean - int(tolerance * max(equal, UNIT // mean))
+        apart = np.abs(load - load[centre]) * UNIT // mean - int(
+            tolerance * max(equal, UNIT // mean)
+        )
         distance += np.clip(apart, 0, FAR) ** 2
     # the longest waiting first among equally distant ones; no two equal, so the set is certain
     keys = distance << PLACE_BITS | np.arange(len(vision))
     least = np.partition(keys, count - 1)[:count]
     return np.sort(least & ((1 << PLACE_BITS) - 1))
+
+
+def most_alike(
+    vision: IntArray, tokens: IntArray, count: int, tolerance: float, centres: int
+) -> IntArray:
+    """Of the sets `nearest` to one of the first `centres` groups that whose ranks wait least.
+
+    >>> vision, tokens = np.array([1, 9, 5, 9, 5]), np.array([10, 10, 10, 20, 10])
+    >>> most_alike(vision, tokens, 2, 0.0, centres=3).tolist()
+    [2, 4]
+    """
+    if len(vision) <= count:
+        return np.arange(len(vision))
+    numbers = range(min(centres, len(vision)))
+    sets = [nearest(vision, tokens, count, tolerance, number) for number in numbers]
+    return min(sets, key=lambda chosen: _waiting(vision, chosen) + _waiting(tokens, chosen))
+
+
+def _waiting(load: IntArray, chosen: IntArray) -> int:
+    """What the chosen groups are below the largest of them, together, in units of a mean load."""
+    own = load[chosen]
+    return (int(own.max()) * len(own) - int(own.sum())) * UNIT // _mean(load)
 
 
 def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:

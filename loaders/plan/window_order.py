@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from balance.order.global_shuffle import LoadLookup, assign_ranks, nearest
+from balance.order.global_shuffle import LoadLookup, assign_ranks, most_alike
 from balance.types import Groups, IntArray
 
 LLM_KINDS = ("image", "text", "audio")
 LEAST_WIDTH = 4
 """Times a step's groups that wait at least, if `balance` asks for as many: more come by windows."""
+
+CENTRES, MOST_PASSED = 8, 32
+"""A step's groups are those around one of the 8 that have waited longest; and how often in a row
+the first of them may be passed over. On a mixture of text and images at 16,384 tokens, around the
+first alone, ranks wait for vision 1.3 % of the time instead of .7 %, and 12 % instead of 10 % if
+samples are padded.
+"""
 
 if TYPE_CHECKING:
     from loaders.plan.windows import WindowEpoch
@@ -104,20 +111,28 @@ class PlannedGroups:
 
 
 class WindowOrder:
-    """A step's groups are those most like the one that has waited longest, as `balance` says.
+    """A step's groups are most like one of those that have waited longest, as `balance` says.
 
     Its state lists the samples that were read and not used yet, so it depends on no plan.
     """
 
     def __init__(
-        self, epoch: WindowEpoch, waiting: IntArray, carried: IntArray, consumed: int, given: int
+        self,
+        epoch: WindowEpoch,
+        waiting: IntArray,
+        carried: IntArray,
+        *,
+        consumed: int,
+        given: int,
+        passed: int,
     ) -> None:
         """`waiting` groups, samples `carried` into the next window, and how much is past.
 
-        `given` is the number of groups that were taken, `consumed` that of samples that were read.
+        `given` is the number of groups that were taken, `consumed` that of samples that were read,
+        `passed` that of steps in a row that did not take the first of the waiting groups.
         """
         self._epoch, self._waiting, self._carried = epoch, waiting, carried
-        self._consumed, self.given = consumed, given
+        self._consumed, self.given, self._passed = consumed, given, passed
 
     @property
     def remaining(self) -> int:
@@ -156,7 +171,9 @@ class WindowOrder:
         self._fill(int(count * min(width, LEAST_WIDTH)))
         candidates = self._waiting[: int(count * width)]
         vision, tokens = loads(candidates)
-        chosen = nearest(vision, tokens, count, min(1.0, 2 * (1 - balance)))
+        centres = CENTRES if self._passed < MOST_PASSED else 1
+        chosen = most_alike(vision, tokens, count, min(1.0, 2 * (1 - balance)), centres)
+        self._passed = 0 if 0 in chosen else self._passed + 1
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
         return np.append(self._taken(chosen), -1)[places]
 
@@ -166,6 +183,7 @@ class WindowOrder:
         return {
             "consumed": self._consumed,
             "given": self.given,
+            "passed": self._passed,
             "carried": self._carried.tolist(),
             "waiting": self._epoch.members(self._waiting),
             "limits": None if source.limits is None else asdict(source.limits),

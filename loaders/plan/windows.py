@@ -111,7 +111,8 @@ class WindowGroups(EpochSource):
 
     def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
         """An epoch, and its order after the position `state`. ValueError for one that is none."""
-        given, waiting = int(state.get("given", 0)), list(state.get("waiting", []))
+        given, passed = int(state.get("given", 0)), int(state.get("passed", 0))
+        waiting = list(state.get("waiting", []))
         carried = np.array(state.get("carried", []), np.int64)
         consumed, total = int(state.get("consumed", 0)), len(self.lengths)
         samples = [*(int(each) for group in waiting for each in group), *carried.tolist()]
@@ -131,7 +132,8 @@ class WindowGroups(EpochSource):
             self._epoch.close()
         self._epoch = epoch
         numbers = np.arange(given, given + len(waiting))
-        return epoch, WindowOrder(epoch, numbers, carried, consumed, given)
+        order = WindowOrder(epoch, numbers, carried, consumed=consumed, given=given, passed=passed)
+        return epoch, order
 
     def close(self) -> None:
         """End the threads."""

@@ -14,6 +14,7 @@ from balance.order.global_shuffle import (
     assign_ranks,
     cut_sorted,
     epoch_steps,
+    most_alike,
     nearest,
 )
 from balance.types import Groups
@@ -165,6 +166,27 @@ def test_the_nearest_are_those_of_least_squared_distance():
         assert len(chosen) == min(count, 40), case
         left_out = np.delete(distance, chosen)
         assert distance[chosen].max() <= left_out.min(initial=np.inf) * 1.01 + 1e5, case
+
+
+def test_of_several_centres_that_is_taken_around_which_ranks_wait_least():
+    for case in range(50):
+        rng = np.random.default_rng(case)
+        vision, tokens = rng.integers(0, 30, 40), rng.integers(1, 4_096, 40)
+        count, centres = int(rng.integers(2, 9)), int(rng.integers(1, 9))
+
+        def waits(chosen, loads=(vision, tokens)):
+            return sum(np.mean(load[chosen].max() - load[chosen]) / load.mean() for load in loads)
+
+        order = np.arange(40)
+        sets = []
+        for centre in range(centres):
+            moved = np.append(centre, np.delete(order, centre))  # the centre as the first
+            sets.append(moved[nearest(vision[moved], tokens[moved], count)])
+        chosen = most_alike(vision, tokens, count, 0.0, centres)
+        assert len(set(chosen.tolist())) == count
+        # within what rounding and ties are worth
+        assert waits(chosen) <= min(map(waits, sets)) + 0.01, case
+        assert np.array_equal(most_alike(vision, tokens, 40, 0.0, centres), order)
 
 
 def test_groups_that_differ_by_little_are_taken_as_they_come():

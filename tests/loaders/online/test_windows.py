@@ -13,6 +13,7 @@ from balance.grouping.window import group_window
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS, Limits
 from loaders.plan.steps import StepConfig, Steps
+from loaders.plan.window_order import MOST_PASSED
 from loaders.plan.windows import WindowGroups, WindowSettings
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
@@ -153,6 +154,20 @@ def test_a_resumed_run_gives_the_same_steps():
         for expected in steps[stop + 1 :]:
             plans, state = take_step(again)
             assert (samples_of(plans), plans[0].totals, state) == expected, stop
+
+
+def test_no_group_is_passed_over_for_long():
+    """Those unlike all others too: 33 steps at most as the first of those that wait."""
+    lengths = Lengths(3000, 6)
+    lengths.values["num_image_patches"][::150] = 40  # alone, and ten times the others
+    (rank,) = make_ranks(lambda: lengths, 1, 2, window=300)
+    first, steps, longest = None, 0, 0
+    while take_step([rank]) is not None:
+        waiting = rank.position.state()["waiting"][:1]
+        steps = steps + 1 if waiting == first else 0
+        first, longest = waiting, max(longest, steps)
+        assert rank.position.state()["passed"] == steps or not waiting
+    assert 5 < longest <= MOST_PASSED
 
 
 def test_length_is_exact_when_all_is_planned():
