@@ -78,6 +78,8 @@ class Meter:
         # over complete rounds, or the first round until there is one; of ViT and LLM
         self._num_rounds, self._ratio_sums = 0, np.zeros(2)
         self._first_ratios: NDArray[np.float64] | None = None
+        # of each step, shape (2, steps) of some steps each
+        self._step_ratios = [np.zeros((2, 0), np.float32)]
         # (2, builds): sums of labels' weights, and of those over the steps' divisors
         self._weights = np.zeros((2, num_builds))
         self._pairs = PairCounter()
@@ -122,6 +124,13 @@ class Meter:
                 repeated_pairs=self._pairs.repeated_pairs,
             )
 
+    def step_ratios(self) -> NDArray[np.float64]:
+        """Dist ratios of ViT and LLM of each step so far, shape (2, steps)."""
+        with self._lock:
+            self._sum_up()
+            self._step_ratios = [np.concatenate(self._step_ratios, axis=1)]
+            return self._step_ratios[0].astype(np.float64)
+
     def _sum_up(self) -> None:
         """Add what is not in the sums yet."""
         parts, steps = _taken_out(self._parts), _taken_out(self._steps)
@@ -159,6 +168,11 @@ class Meter:
         ratios = (most[:, None] - tokens).mean(axis=1) / np.maximum(most, 1)
         self._ratio_sums += ratios[:, complete].sum(axis=1)
         self._num_rounds += int(complete.sum())
+        rounds = [part.complete.shape[1] for part in parts for _ in part.complete]
+        starts = np.cumsum([0, *rounds[:-1]])
+        self._step_ratios.append(
+            (np.add.reduceat(ratios, starts, axis=1) / rounds).astype(np.float32)
+        )
         if self._first_ratios is None:
             self._first_ratios = ratios[:, 0]
 

@@ -22,7 +22,7 @@ from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits
 from balance.interface.command_line import messages
 from balance.model_folder.find_model import find_model, is_folder
-from balance.types import COUNT_COLUMNS, BoolArray, IntArray
+from balance.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
 from loaders.online.records import BrokenRecord
 from packer.config import DEMO_MODEL, BuildConfig
 from packer.count.record_table import RecordTable, read_records
@@ -46,6 +46,7 @@ __all__ = [
     "choose_limits",
     "find_records",
     "write_build",
+    "write_page",
 ]
 
 
@@ -123,6 +124,19 @@ def write_build(
     )
     config = BuildConfig(dataset=dataset.name, **options)
     counted_build.CountedBuilder(config, StageProgress(messages), samples).run()
+
+
+def write_page(
+    path: Path, report: dict[str, Any], ratios: FloatArray, rejected: Sequence[RejectedSample]
+) -> None:
+    """Write a loader's report as HTML. ConfigError if the file cannot be written."""
+    from packer.report.loading import write_loading_page  # noqa: PLC0415  as above
+
+    reasons = [(each.reason, f"{each.sample_id}: {each.detail}") for each in rejected]
+    try:
+        write_loading_page(path, report, ratios, reasons)
+    except OSError as error:
+        raise ConfigError(f"{path}: the report cannot be written: {error.strerror}") from None
 
 
 class _BlobsInMemory:

@@ -23,7 +23,7 @@ from balance.types import IntArray, Limits
 from loaders.config import LoaderConfig, LoaderOptions
 from loaders.online._exchange import RankExchange
 from loaders.online._length_table import LengthTable
-from loaders.online._packer_door import RecordCounter, RejectedSample
+from loaders.online._packer_door import RecordCounter, RejectedSample, write_page
 from loaders.online._place_records import open_records
 from loaders.online._save_build import require_place, save_build
 from loaders.online.lengths import LengthOptions, SampleLengths
@@ -305,6 +305,14 @@ class BalancedLoader(StepStream):
             "dist_ratio_vit": stats.dist_ratio_vit,
             "dist_ratio_llm": stats.dist_ratio_llm,
         }
+
+    def write_report(self, path: str | Path) -> None:
+        """Write `report`, the dist ratios by step and what was rejected as a page of HTML.
+
+        The first rank writes it. ConfigError if it cannot be written.
+        """
+        if self._is_leader:
+            write_page(Path(path), self.report(), self._meter.step_ratios(), self.rejected)
 
     def save_build(self, out: str | Path, *, overwrite: bool = False) -> None:
         """Write a build of all samples to a folder or URI, as `packer build` does, and its report.

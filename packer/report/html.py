@@ -13,7 +13,7 @@ from balance.metrics import dist_ratio, step_loads
 from balance.types import IntArray
 from packer.format_text import counted, share_text
 from packer.html_page import render
-from packer.report._charts import histogram, rank_bars
+from packer.report.charts import histogram, rank_bars
 from packer.report.figures import BEFORE, TABLE_3, TITLES, Report
 from packer.report.terminal import (
     SOURCE_CAPTION,

@@ -290,3 +290,40 @@ def test_a_picture_that_breaks_after_it_was_measured(folder):
     assert sorted(names) == sorted(f"s{number}" for number in range(12) if number != kept)
     assert [each.index for each in loader.rejected] == [kept]
     loader.close()
+
+
+def test_the_report_is_a_page(rows, folder):
+    bad = [record(900, ["<b>none.png"]), {"id": "s901"}, record(902, answer="word " * 2000)]
+    ranks = open_ranks([*rows, *bad, bad[0] | {"id": "s903"}], 2, folder, workers=0)
+    for loader in ranks:
+        loader.write_report(folder / "before.html")  # of a loader that has done nothing yet
+    steps = list(zip(*ranks, strict=True))
+    page = folder / "report.html"
+    ranks[1].write_report(page)
+    assert not page.exists()
+    ranks[0].write_report(str(page))
+    text, report = page.read_text("utf-8"), ranks[0].report()
+    ratios = ranks[0]._meter.step_ratios()
+    assert ratios.shape == (2, report["steps"])
+    assert ratios.shape[1] > 3
+    # the last step, if it lacks groups, is not in the figures
+    is_whole = all(batch.num_samples for rank in steps[-1] for batch in rank)
+    assert ratios[:, : len(steps) - (not is_whole)].mean(axis=1) == pytest.approx(
+        [report["dist_ratio_vit"], report["dist_ratio_llm"]], abs=1e-6
+    )
+    assert text.count("<svg") == 1
+    assert text.count('class="line ') == 2
+    for figure in (
+        *(f"{report['token_fill']:.1%}", f"{report['first_window_s']:.1f} s", "94 of 94 records"),
+        *("Rejected samples: 4 of 94", "<td>missing_image</td><td>2</td>", "s900: "),
+        *("&lt;b&gt;none.png", "<td>record</td><td>100.0%</td>", "longer_than_max_seq_len"),
+    ):
+        assert figure in text, figure
+    assert "<b>none" not in text
+    empty = (folder / "before.html").read_text("utf-8")
+    assert "<svg" not in empty
+    assert "None of those that are measured" in empty
+    with pytest.raises(ConfigError, match="report cannot be written: No such file"):
+        ranks[0].write_report(folder / "no" / "folder.html")
+    for loader in ranks:
+        loader.close()

@@ -23,7 +23,7 @@ from balance.metrics import autocorrelation, source_autocorrelation, source_entr
 from balance.order.global_shuffle import epoch_steps
 from balance.presets import load_model, model_to_dict
 from packer.format_text import share_text
-from packer.report._charts import histogram, rank_bars, tick_label, ticks
+from packer.report.charts import histogram, rank_bars, tick_label, ticks
 from packer.report.figures import BEFORE, make_report
 from packer.report.html import render_html, write_html
 from packer.report.terminal import print_report

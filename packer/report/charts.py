@@ -1,16 +1,16 @@
-"""SVG charts for the report: a histogram, and each rank's load by step.
+"""SVG charts for reports: a histogram, each rank's load by step, and shares by step.
 
 Pure: arrays in, SVG out. Shapes have CSS classes (`axis`, `grid`, `mean`, `wait` and the series'
 name) instead of colours, so the page decides how they look in light, dark and print.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from markupsafe import Markup, escape
 
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 
 # in user units; the page scales them
 WIDTH, HEIGHT = 520, 150
@@ -19,6 +19,8 @@ PLOT_WIDTH = WIDTH - LEFT - RIGHT
 FLOOR = HEIGHT - BOTTOM
 """y of the x axis."""
 NUM_BINS = 48
+MOST_POINTS = 240
+"""Points of a line."""
 
 
 def histogram(values: IntArray, *, upper: float, series: str, unit: str, counted: str) -> Markup:
@@ -68,6 +70,24 @@ def rank_bars(
     axes = f"{_baseline()}{''.join(names)}{_title(f'{unit} of each rank')}"
     label = f"{unit} of {ranks} ranks in {num_steps} steps"
     return _svg(f"{_y_axis(upper, tick_label)}{bars}{axes}", label)
+
+
+def step_lines(series: Mapping[str, FloatArray]) -> Markup:
+    """Shares by step, all of equal length: a line per series, of means where steps are many."""
+    steps = max(map(len, series.values()))
+    blocks = np.array_split(np.arange(steps), min(steps, MOST_POINTS))
+    means = {
+        name: np.array([values[block].mean() for block in blocks])
+        for name, values in series.items()
+    }
+    top = max(*(float(each.max()) for each in means.values()), 0.001)
+    places = [LEFT + (block.mean() + 0.5) / steps * PLOT_WIDTH for block in blocks]
+    paths = []
+    for name, each in means.items():
+        points = (f"{x:.1f} {_y(y, top):.1f}" for x, y in zip(places, each.tolist(), strict=True))
+        paths.append(f'<path class="line {name}" d="M{"L".join(points)}"/>')
+    body = f"{_y_axis(top, _percent)}{''.join(paths)}{_x_axis(steps, 'step')}"
+    return _svg(body, f"shares of {steps:,} steps, at most {top:.2%}")
 
 
 def tick_label(value: float) -> str:

@@ -1,0 +1,49 @@
+"""The page about a loader without a build: `write_loading_page`. Pure but for the file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from balance.types import FloatArray
+from packer.html_page import FOLDER, render
+from packer.records.record import REASONS
+from packer.report.build_summary import Rejection
+from packer.report.charts import step_lines
+
+SERIES = {"vision encoders": "samples", "LLMs": "ours"}
+"""What the ranks wait for -> colour of its line."""
+
+
+def write_loading_page(
+    path: Path, report: dict[str, Any], ratios: FloatArray, rejected: Sequence[tuple[str, str]]
+) -> None:
+    """Write the page, whole or not at all.
+
+    `report` is that of the loader, `ratios` has shape (2, steps): dist ratios of vision encoders
+    and LLMs. `rejected`: reason and details of each sample that cannot be used.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(render_loading(report, ratios, rejected), "utf-8")
+    temporary.replace(path)
+
+
+def render_loading(
+    report: dict[str, Any], ratios: FloatArray, rejected: Sequence[tuple[str, str]]
+) -> str:
+    """The page of these figures (see `write_loading_page`)."""
+    reasons: dict[str, Rejection] = {}
+    for reason, detail in rejected:
+        found = reasons.get(reason, Rejection(0, detail))
+        reasons[reason] = Rejection(found.number + 1, found.first)
+    ordered = sorted(reasons.items(), key=lambda item: -item[1].number)
+    lines = dict(zip(SERIES.values(), ratios, strict=True))
+    return render(
+        "report/loading",
+        "Isobatch loader",
+        style=(FOLDER / "report" / "report.css").read_text("utf-8"),
+        report=report,
+        series=SERIES,
+        chart=step_lines(lines) if ratios.size else None,
+        rejected=ordered,
+        words=REASONS,
+    )
