@@ -1,4 +1,4 @@
-"""SVG charts for reports: a histogram, each rank's load by step, and shares by step.
+"""SVG charts for reports: histogram, loads of the ranks, and shares by step.
 
 Pure: arrays in, SVG out. Shapes have CSS classes (`axis`, `grid`, `mean`, `wait` and the series'
 name) instead of colours, so the page decides how they look in light, dark and print.
