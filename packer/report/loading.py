@@ -1,4 +1,4 @@
-"""The page about a loader without a build: `write_loading_page`. Pure but for the file."""
+"""The page about a loader without a build: `write_loading_page`."""
 
 from collections.abc import Sequence
 from pathlib import Path
