@@ -29,6 +29,7 @@ from loaders.config import LoaderConfig
 from loaders.decode.pixels import normalize
 from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
+from loaders.online.encoded import Encoded
 from loaders.plan.sample_choice import SampleColumns
 from loaders.read.build import StorageOptions
 from loaders.stats import LoaderStats
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from loaders.online.loader import BalancedLoader as BalancedLoader
 
 __all__ = [
+    "Encoded",
     "LoaderConfig",
     "LoaderStats",
     "MicroBatch",

@@ -168,6 +168,8 @@ class StoredGroup:
     """(num_audios,): place in the group of each clip's sample."""
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Column of the raw data -> value of each sample, None where it has none."""
+    arrays: Sequence[Mapping[str, Any]] | None = None
+    """Media of each sample that a user's function gave as arrays, by name; None: only files."""
 
     def __post_init__(self) -> None:
         if len(self.image_frames) != (num_images := len(self.image_sizes)):

@@ -1,4 +1,4 @@
-"""Images as a processor of transformers makes them (builds of rule `processor`)."""
+"""Images as a processor of transformers makes them, or as a user's function gave them."""
 
 from collections.abc import Sequence
 
@@ -61,6 +61,30 @@ class ProcessedFields(VisionFields):
     def _plan_all(self) -> list[ImagePlan]:
         """None: of some processors they take as long as an image."""
         return []
+
+
+class EncodedFields(ProcessedFields):
+    """What arrays of a user's function add: `processed`, each name's joined along dimension 0."""
+
+    def pixels(self) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
+        """No rows of pixels. DataError for arrays that differ in more than dimension 0."""
+        raw, owners = self._raw, dict[str, list[int]]()
+        for place, arrays in enumerate(raw.arrays or ()):
+            for name in arrays:
+                owners.setdefault(name, []).append(place)
+        self.processed = {}
+        for name, places in owners.items():
+            parts = [raw.arrays[place][name] for place in places] if raw.arrays else []
+            kinds = [f"{str(part.dtype)[6:]} (n, {str([*part.shape[1:]])[1:-1]})" for part in parts]
+            if len(set(kinds)) > 1:
+                other = next(at for at, kind in enumerate(kinds) if kind != kinds[0])
+                first, second = (raw.sample_ids[places[at]] for at in (0, other))
+                raise DataError(
+                    f"{name} of sample {first!r} is {kinds[0]}, and of {second!r} {kinds[other]}; "
+                    "arrays of a name must differ in dimension 0 only"
+                )
+            self.processed[name] = torch.cat(parts)
+        return torch.empty(0, 3, 1, 1), ()
 
 
 def _picture(image: Image.Image | Pixels) -> Image.Image:

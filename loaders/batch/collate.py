@@ -22,7 +22,7 @@ from balance.media.audio_tokens import AudioRule, plan_clip
 from balance.media.rules import ProcessorRule
 from balance.presets import ModelPreset
 from balance.types import LABEL_IGNORE
-from loaders.batch._processed_images import ProcessedFields
+from loaders.batch._processed_images import EncodedFields, ProcessedFields
 from loaders.batch._vision import VisionFields
 from loaders.batch.broken_files import BrokenFiles
 from loaders.batch.micro_batch import MicroBatch
@@ -50,6 +50,8 @@ def collate(
     broken = BrokenFiles(raw, config)
     is_processed = isinstance(model.vision, ProcessorRule)
     fields_of = ProcessedFields if is_processed else VisionFields
+    if raw.arrays is not None:
+        fields_of = EncodedFields
     vision = fields_of(raw, model, config, seeds, broken)
     pixel_values, images = vision.pixels()
     grids, seconds = vision.grids, vision.video_seconds

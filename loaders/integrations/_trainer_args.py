@@ -92,14 +92,14 @@ def loader_of(
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
     given: dict[str, Any] = {
-        "model": name,
+        **({} if {"encode", "processor"} & options.keys() else {"model": name}),
         "micro_batches_per_step": args.gradient_accumulation_steps,
         "seed": args.seed if args.data_seed is None else args.data_seed,
         **options,
     }
-    if not given["model"]:
+    if not given.get("model", "given"):
         raise ConfigError(
             "the model has no name or folder to count samples by; give "
-            'loader_options={"model": a preset, a folder or a Hub id}'
+            'loader_options={"model": a preset, a folder or a Hub id}, "processor" or "encode"'
         )
     return BalancedLoader(dataset, **given)

@@ -22,7 +22,9 @@ from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits
 from balance.interface.command_line import messages
 from balance.model_folder.find_model import find_model, is_folder
+from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
+from loaders.online.encoded import EncodedSample
 from loaders.online.records import BrokenRecord
 from packer.config import DEMO_MODEL, BuildConfig
 from packer.count.record_table import RecordTable, read_records
@@ -34,7 +36,7 @@ from packer.records.user_map import ALL_COLUMNS
 from packer.sources.dataset import Dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
-from shards.stored_group import PackedBlock, PackedFiles, StoredGroup
+from shards.stored_group import EMPTY_GROUP, PackedBlock, PackedFiles, StoredGroup
 
 __all__ = [
     "BY_CHOICE",
@@ -83,11 +85,14 @@ class CountedRecords:
     """As the packer stages it."""
     blobs: dict[str, bytes]
     """Content of files that came with the records, by the names that the table has for them."""
+    encoded: Sequence[EncodedSample | None] = ()
+    """What a function of the user's made of each record, if there is one."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of tokens and files."""
-        return sum(map(len, self.blobs.values())) + int(self.table.nbytes)
+        """Memory of tokens, files and arrays."""
+        files = sum(map(len, self.blobs.values())) + int(self.table.nbytes)
+        return files + sum(each.num_bytes for each in self.encoded if each)
 
 
 def find_records(
@@ -153,9 +158,13 @@ class _BlobsInMemory:
 class RecordCounter:
     """Counts records for one model and tokenizer."""
 
+    chunk_records = 1 << 30
+    """Records that are counted together."""
+    empty_group = EMPTY_GROUP
+
     def __init__(
         self,
-        model: str,
+        model: str | ModelPreset,
         *,
         tokenizer: str | None = None,
         chat_template: str | None = None,
@@ -163,14 +172,15 @@ class RecordCounter:
         keep_columns: tuple[str, ...] = (),
         places: RecordTable | None = None,
     ) -> None:
-        """`model` and `tokenizer` as in `packer build`.
+        """`model` and `tokenizer` as in `packer build`; the demo's tokenizer for no known model.
 
         `places`: where the records are from; those in memory are of the source "record".
         """
-        self.model = find_model(model)
+        name = model if isinstance(model, str) else DEMO_MODEL
+        self.model = find_model(model) if isinstance(model, str) else model
         if tokenizer is None:
-            tokenizer = model if is_folder(model) else None
-        if tokenizer is None and model == DEMO_MODEL:
+            tokenizer = name if is_folder(name) else None
+        if tokenizer is None and name == DEMO_MODEL:
             tokenizer = str(demo_tokenizer_path())
         if tokenizer is None:
             raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
@@ -188,6 +198,8 @@ class RecordCounter:
             )
         )
         self.tokenizer: ChatTokenizer = self._counter.tokenizer
+        self.vocab_size = self.tokenizer.vocab_size
+        self.image_token_id = self.tokenizer.image_token_id
         rules = blake2b(repr(self.model).encode(), digest_size=8).hexdigest()
         self.identity = f"{self.model.name} {rules} {self.tokenizer.hash[:16]}"
         """Changes whenever the same record could be counted otherwise."""
@@ -196,7 +208,7 @@ class RecordCounter:
             format="arrow",
             data_roots=tuple(root for _, root in self._sources),
             follow_links=False,
-            image_token_id=self.tokenizer.image_token_id,
+            image_token_id=self.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
             extras=dict.fromkeys(keep_columns, "json"),
         )
@@ -286,7 +298,7 @@ class RecordCounter:
 
 def _raw(index: int, value: Any) -> RawRecord:
     if isinstance(value, BrokenRecord):
-        return RawRecord(index, None, value.why, "unreadable_record")
+        return RawRecord(index, value.value, value.why, value.reason)
     return RawRecord(index, value)
 
 

@@ -51,7 +51,9 @@ class PlaceRecords(Records):
 def open_records(dataset: Any, packing: PackingConfig, *, seed: int, shows: bool) -> Records:
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
     if not isinstance(dataset, str | Path):
-        return Records(dataset, packing.transform)
+        return Records(dataset, packing.transform, as_files=packing.encode is None)
+    if packing.encode is not None:
+        raise ConfigError(f"dataset {dataset}: encode= is for records in memory; give a list")
     if not str(dataset).strip():
         raise ConfigError("dataset is empty; give a dataset, or the name or place of one")
     places = find_records(

@@ -37,6 +37,8 @@ def save_build(
     seed: int,
 ) -> None:
     """Write a build; `kept` are samples in memory, by their numbers for the loader."""
+    if packing.encode is not None or packing.processor is not None:
+        raise ConfigError("save_build writes what `packer build` would; use model= and tokenizer=")
     places = records.places
     if places is None:
         sizes = [len(records)]

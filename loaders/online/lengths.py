@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from balance.errors import DataError
 from balance.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
-from loaders.online._exchange import RankExchange
+from loaders.online._exchange import Cancelled, RankExchange
 from loaders.online._length_table import REJECTED, ROW, SOURCE, STATUS, UNKNOWN, USABLE, LengthTable
 from loaders.online._packer_door import (
     BY_CHOICE,
@@ -96,7 +96,7 @@ class SampleLengths:
         """
         exchange = self._exchange
         rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
-        own = self._part(samples[rank::size])
+        own = self._part(samples[rank::size], is_cancelled)
         parts = [own]
         if exchange is not None:
             key = blake2b(samples.tobytes(), digest_size=12).hexdigest()
@@ -180,15 +180,19 @@ class SampleLengths:
         shares = numbers / max(1, int(numbers.sum()))
         return dict(zip(self.sources, shares.tolist(), strict=True))
 
-    def _part(self, samples: IntArray) -> _Part:
+    def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> _Part:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
         unknown = samples[self._rows[samples, STATUS] == UNKNOWN]
         rejected: list[RejectedSample] = []
         try:
-            if len(unknown):
-                counted = self._measure(unknown)
-                self._add(unknown, part := _part_of(counted))
+            for first in range(0, len(unknown), self._counter.chunk_records):
+                chunk = unknown[first : first + self._counter.chunk_records]
+                if is_cancelled():
+                    raise Cancelled
+                self._add(chunk, part := _part_of(self._measure(chunk)))
                 rejected += part.rejected
+        except Cancelled:
+            raise
         except Exception as error:
             if self._exchange is None:
                 raise

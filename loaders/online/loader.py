@@ -23,9 +23,11 @@ from balance.types import IntArray, Limits
 from loaders.config import LoaderConfig, LoaderOptions
 from loaders.online._exchange import RankExchange
 from loaders.online._length_table import LengthTable
+from loaders.online._open_counter import open_counter
 from loaders.online._packer_door import RecordCounter, RejectedSample, write_page
 from loaders.online._place_records import open_records
 from loaders.online._save_build import require_place, save_build
+from loaders.online.encoded import Encode
 from loaders.online.lengths import LengthOptions, SampleLengths
 from loaders.online.reader import RecordReader
 from loaders.online.records import Transform
@@ -55,8 +57,18 @@ _OF_BUILDS = (
 class PackingConfig:
     """How a dataset without a build is measured and packed."""
 
-    model: str
+    model: str | None = None
     """Preset, folder or Hub id, as `packer build --model` takes it."""
+    processor: Any = None
+    """Instead: a processor or tokenizer of transformers. With a processor, `model` is the folder or
+    Hub id of its config, by default where it was loaded from. A tokenizer alone is for text.
+    """
+    encode: Encode | None = None
+    """Function record -> `loaders.Encoded`, by which samples are tokenised; called again where a
+    sample is read. With `model` (or `processor`) images are counted and decoded by its rule.
+    """
+    cache_key: str | None = None
+    """Name of what `encode` does, which `lengths_cache` needs then; change it with the function."""
     tokenizer: str | None = None
     """Folder or Hub id; by default the model's."""
     chat_template: str | None = None
@@ -105,6 +117,9 @@ class PackingConfig:
 class PackingOptions(LoaderOptions, total=False):
     """The fields of `PackingConfig` and `LoaderConfig`, as keywords of `BalancedLoader`."""
 
+    processor: Any
+    encode: Encode | None
+    cache_key: str | None
     tokenizer: str | None
     chat_template: str | None
     data_root: str | None
@@ -125,14 +140,17 @@ class BalancedLoader(StepStream):
     `dataset` is a list of records, a map-style torch Dataset or a `datasets.Dataset`, of
     conversations with their images and audio files as `packer build` takes them; or the name or
     place of what `packer build --dataset` takes, whose records are then read into a cache
-    (`packer.count.record_table`). `model` is a preset, a folder or a Hub id.
+    (`packer.count.record_table`). What a sample costs is said by `model` (a preset, a folder or a
+    Hub id), by a `processor`, or by `encode`, a function that gives the sample of any record.
 
     All ranks make the loader at the same place of their programs, and iterate together. Without
     torch.distributed, `dp_rank` and `dp_world_size` may be given: each rank then measures all
     samples by itself.
     """
 
-    def __init__(self, dataset: Any, *, model: str, **options: Unpack[PackingOptions]) -> None:
+    def __init__(
+        self, dataset: Any, *, model: str | None = None, **options: Unpack[PackingOptions]
+    ) -> None:
         own = {field.name for field in fields(PackingConfig)}
         packing = {name: value for name, value in options.items() if name in own}
         loading: dict[str, Any] = {n: value for n, value in options.items() if n not in own}
@@ -167,16 +185,9 @@ class BalancedLoader(StepStream):
         records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
         if not len(records):
             raise ConfigError("the dataset has no records")
-        self._counter = counter = RecordCounter(
-            packing.model,
-            tokenizer=packing.tokenizer,
-            chat_template=packing.chat_template,
-            data_root=packing.data_root,
-            keep_columns=packing.keep_columns,
-            places=records.places,
-        )
-        self.model, self.vocab_size = counter.model, counter.tokenizer.vocab_size
-        self.image_token_id = counter.tokenizer.image_token_id
+        self._counter = counter = open_counter(packing, config, records.places)
+        self.model, self.vocab_size = counter.model, counter.vocab_size
+        self.image_token_id = counter.image_token_id
         self.audio_token_id = counter.tokenizer.audio_token_id
         self._records, self._is_leader = records, is_leader
         reader = RecordReader(

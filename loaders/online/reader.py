@@ -20,7 +20,7 @@ from loaders.online.lengths import SampleLengths
 from loaders.online.records import Records
 from loaders.plan.selection import Selection, StoredSample
 from loaders.read.reader import with_extras
-from shards.stored_group import EMPTY_GROUP, StoredGroup
+from shards.stored_group import StoredGroup
 
 KEPT_BYTES = 256 << 20
 """Memory for records that this rank has counted, and may train on."""
@@ -49,7 +49,7 @@ class RecordReader:
         # sample -> which of the kept records it is in, and its row
         self._places: dict[int, tuple[int, int]] = {}
         self._lost: set[int] = set()
-        self._number = 0
+        self._number, self._held_bytes = 0, 0
         self.lengths: SampleLengths
         """What steps were planned by; set once."""
 
@@ -61,8 +61,10 @@ class RecordReader:
             self._kept[self._number] = counted
             rows = enumerate(samples.tolist())
             self._places |= {index: (self._number, row) for row, index in rows}
-            while sum(each.num_bytes for each in self._kept.values()) > self._kept_bytes:
+            self._held_bytes += counted.num_bytes
+            while self._held_bytes > self._kept_bytes:
                 number, dropped = self._kept.popitem(last=False)
+                self._held_bytes -= dropped.num_bytes
                 for index in dropped.indices.tolist():
                     if self._places.get(index, (0, 0))[0] == number:
                         del self._places[index]
@@ -79,7 +81,7 @@ class RecordReader:
         """The samples of a selection, in its order; those that changed are left out and noted."""
         indices = np.array([part.group for part in selection], np.int64)
         parts, lost = self._counted(indices)
-        raw = EMPTY_GROUP
+        raw = self._counter.empty_group
         if parts:
             raw, changed = self._counter.group(parts, indices)
             lost += changed
@@ -112,6 +114,7 @@ class RecordReader:
         """Drop what is kept."""
         with self._lock:
             self._kept.clear()
+            self._held_bytes = 0
             self._places.clear()
 
     def _counted(

@@ -41,16 +41,23 @@ class BrokenRecord:
     """A record that cannot be read."""
 
     why: str
+    reason: str = "unreadable_record"
+    """Key of `packer.records.record.REASONS`."""
+    value: Any = None
+    """What is known of it."""
 
 
 class Records:
     """The records of a dataset, after the user's `transform`."""
 
+    _as_files = True
     places: Any = None
     """The packer's table of records, where the dataset is named by its place."""
 
-    def __init__(self, dataset: Any, transform: Transform | None = None) -> None:
-        """ConfigError for a dataset without length or items."""
+    def __init__(
+        self, dataset: Any, transform: Transform | None = None, *, as_files: bool = True
+    ) -> None:
+        """`as_files`: pictures are given as files. ConfigError without length or items."""
         if isinstance(dataset, str | bytes | Mapping) or not (
             hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         ):
@@ -58,8 +65,9 @@ class Records:
                 f"dataset is a {type(dataset).__name__}; give a list of records, a map-style torch "
                 "Dataset, a datasets.Dataset, or what `packer build --dataset` takes"
             )
-        if is_hugging_face(dataset):
+        if as_files and is_hugging_face(dataset):
             dataset = _undecoded(dataset)
+        self._as_files = as_files
         self._dataset: MapDataset = dataset
         self._transform = transform
 
@@ -103,7 +111,7 @@ class Records:
                 value = self._transform(value)
             except Exception as error:
                 return BrokenRecord(f"transform: {type(error).__name__}: {first_line(error)}")
-        return _with_files(value)
+        return with_files(value) if self._as_files else value
 
 
 def is_hugging_face(dataset: object) -> bool:
@@ -131,16 +139,16 @@ def _as_files(feature: Any) -> Any:
     return feature if changed is inner else type(feature)(changed)
 
 
-def _with_files(value: Any) -> Any:
+def with_files(value: Any) -> Any:
     """A record with PIL images as PNG files, which keep every pixel."""
     if isinstance(value, Image.Image):
         file = BytesIO()
         value.save(file, "PNG", compress_level=1)
         return {"bytes": file.getvalue(), "path": None}
     if isinstance(value, Mapping):
-        return {key: _with_files(each) for key, each in value.items()}
+        return {key: with_files(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_with_files(each) for each in value]
+        return [with_files(each) for each in value]
     return value
 
 

@@ -9,6 +9,7 @@ import pytest
 import loaders
 
 NAMES = [
+    "Encoded",
     "LoaderConfig",
     "LoaderStats",
     "MicroBatch",

@@ -51,7 +51,8 @@ def model_inputs(
     without labels. The vision encoder then runs on every rank in every micro-batch: DDP finds no
     unused parameter, FSDP does not hang, and empty micro-batches work. So it is with a clip of
     silence for a model with audio. Otherwise a micro-batch without images has no `pixel_values`,
-    and an empty one, which no model accepts, is a ValueError.
+    and an empty one, which no model accepts, is a ValueError. What `encode=` gives without `model=`
+    has no blank image; an empty micro-batch is then one token.
 
     `with_labels=False` leaves out labels and divisor, for a loss of your own: that of the logits'
     first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that. With
@@ -81,7 +82,7 @@ def model_inputs(
     inputs = {**text, "use_cache": False, "num_items_in_batch": batch.loss_normalizer}
     if not with_labels:
         del inputs["labels"], inputs["num_items_in_batch"]
-    if len(batch.image_sizes):
+    if _has_images(batch):
         inputs |= family.images(batch, config)
     if has_clips(batch):
         inputs |= audio_arguments(batch, config)
@@ -99,6 +100,11 @@ def _packed_text(batch: MicroBatch, config: Any, family: ModelFamily) -> Argumen
         **family.masks(batch, config),
         **_borders(batch, config),
     }
+
+
+def _has_images(batch: MicroBatch) -> bool:
+    """Whether it has images, or arrays that a function gives for them."""
+    return len(batch.image_sizes) > 0 or bool(batch.processed and not batch.blank_tokens)
 
 
 def _borders(batch: MicroBatch, config: Any) -> Arguments:
@@ -145,7 +151,8 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
             f"there are audio clips, but {config.model_type} has no audio encoder that model_inputs"
             " knows"
         )
-    if not len(batch.image_sizes) and bool(vision_tokens(batch, config).any()):
+    takes_images = getattr(config, "image_token_id", None) is not None
+    if takes_images and not _has_images(batch) and bool(vision_tokens(batch, config).any()):
         raise ConfigError(
             f"image tokens ({config.image_token_id}) without images: a planner gave them to "
             "another rank's encoder, or the model's image_token_id is not the build's"
@@ -154,8 +161,11 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
 
 def _with_blanks(batch: MicroBatch, config: Any, family: ModelFamily) -> MicroBatch:
     """`batch` with a sample more for each encoder that would have nothing to do."""
-    if not len(batch.image_sizes):
-        batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
+    if not _has_images(batch):
+        if batch.processed is None or batch.blank_tokens:
+            batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
+        elif not batch.num_samples:  # of arrays that encode= gives, no blank ones are known
+            batch = _with_blank_sample(batch, BLANK_SAMPLE_ID, 1, 0)
     if family.blank_clip is not None and not has_clips(batch):
         batch = _with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
         batch = with_blank_clip(batch, family.blank_clip, config)

@@ -17,6 +17,8 @@ def content(step):
 
 
 def as_bytes(value):
+    if isinstance(value, dict):
+        return {name: as_bytes(each) for name, each in value.items()}
     return (
         (value.shape, value.dtype, value.numpy().tobytes())
         if isinstance(value, torch.Tensor)
