@@ -70,7 +70,8 @@ class MicroBatch:
     processed: Mapping[str, Tensor] | None = None
     """What the model's image processor gives for all images together, by name, where the build has
     the rule `processor`, else None. `pixel_values` then has no rows. Without images: of one small
-    blank image, whose image tokens are `blank_tokens`.
+    blank image, whose image tokens are `blank_tokens`. With `BalancedLoader(encode=)`: the arrays
+    that it gives, joined by name; none without any.
     """
     blank_tokens: int = 0
     """Image tokens of the blank image in `processed`."""

@@ -41,7 +41,7 @@ class BalancedMixin(_Base):
     `train_dataset` is a loader whose `dp_rank`, `dp_world_size` and `micro_batches_per_step` are
     `args.process_index`, `args.world_size` and `args.gradient_accumulation_steps`; or a dataset of
     records, of which a `BalancedLoader` is made with `loader_options`: `max_tokens` and others, and
-    `model` where the model does not know its name.
+    `model`, `processor` or `encode` where the model does not know its name.
 
     Training ends after the loader's `args.num_train_epochs`, or after `args.max_steps`.
     `train(resume_from_checkpoint=...)` continues with the step after the checkpoint's, on any
