@@ -1,4 +1,4 @@
-"""Images as a processor of transformers makes them, or as a user's function gave them."""
+"""Images as a processor of transformers makes them, or a user's function."""
 
 from collections.abc import Sequence
 
