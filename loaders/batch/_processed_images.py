@@ -69,6 +69,8 @@ class EncodedFields(ProcessedFields):
     def pixels(self) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
         """No rows of pixels. DataError for arrays that differ in more than dimension 0."""
         raw, owners = self._raw, dict[str, list[int]]()
+        if raw.sample_ids and not len(raw.input_ids):
+            raise DataError("a planner gives images to other ranks, but encode= has arrays of them")
         for place, arrays in enumerate(raw.arrays or ()):
             for name in arrays:
                 owners.setdefault(name, []).append(place)

@@ -12,6 +12,7 @@ from balance.types import LABEL_IGNORE
 from loaders import BalancedLoader, Encoded
 from support.loading.contents import content
 from support.loading.online_data import open_ranks, records
+from support.loading.step_planners import dispatch
 from support.ranks import run_ranks
 
 ARRAYS = {"max_tokens": 400, "max_vision": 60, "window": 40}
@@ -300,6 +301,13 @@ def test_options_that_do_not_fit_are_one_line(tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="encode= is for records in memory"):
         BalancedLoader("demo", **ARRAYS, encode=encode_arrays)
+    short = [row | {"tokens": min(row["tokens"], 70)} for row in array_rows()]
+    loader = open_arrays(short, planner=dispatch)
+    with pytest.raises(DataError, match="a planner gives images to other ranks"):
+        list(loader)
+    with pytest.raises(ConfigError, match="use model= and tokenizer="):
+        loader.save_build(str(tmp_path / "packed"))
+    loader.close()
     first = open_arrays(lengths_cache=tmp_path, cache_key="a")
     expected = [content(step) for step in first]
     again = open_arrays(lengths_cache=tmp_path, cache_key="a")
