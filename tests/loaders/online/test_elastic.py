@@ -22,6 +22,7 @@ def test_every_sample_comes_once_per_epoch_whatever_the_ranks_and_stops(tmp_path
             "max_tokens": int(rng.choice([300, 1024])),
             "epochs": EPOCHS,
             "images": str(rng.choice(["encoded", "patches"])),
+            "packing": bool(rng.random() < 0.6),
         }
         given, per_group = elastic_run(rows, tmp_path, options, rng)
         for epoch in range(EPOCHS):
