@@ -99,7 +99,7 @@ class StreamingLoader(StepStream):
         """The beginning of the first epoch."""
         config, manifest = self._config, builds[0].manifest
         self.model, self.vocab_size = manifest.model, manifest.vocab_size
-        self.image_token_id = manifest.image_token_id
+        self.image_token_id, self.video_token_id = manifest.image_token_id, manifest.video_token_id
         self.audio_token_id = manifest.audio_token_id
         weights = [weight for _, weight in datasets]
         chosen = choose_samples(builds, config.sample_choice())

@@ -37,6 +37,8 @@ class StepStream:
     """Model preset that samples are counted for."""
     image_token_id: int
     """Token in `input_ids` that vision features replace."""
+    video_token_id: int | None
+    """Token in `input_ids` that features of videos replace; None for models without videos."""
     audio_token_id: int | None
     """Token in `input_ids` that audio features replace; None without an audio encoder."""
     vocab_size: int

@@ -57,7 +57,9 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     batches = first_of_all_phases(source, model.preset)
     source.close()
     request = _plan_request(config, model.preset, batches)
-    profile = profile_step(model.stack, request, batches, source.image_token_id, options)
+    of_images, of_videos = source.image_token_id, source.video_token_id
+    tokens = [of_images] if of_videos is None else [of_images, of_videos]
+    profile = profile_step(model.stack, request, batches, tokens, options)
     trials = TrialOptions(most_run=config.most_run)
     measured, plan = choose_plan(model.stack, request, profile, batches, options, trials)
     if is_first_rank():

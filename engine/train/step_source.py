@@ -34,6 +34,8 @@ class StepSource(Protocol):
     """Preset that the build was made for."""
     image_token_id: int
     """Token that stands for an image feature."""
+    video_token_id: int | None
+    """Token that stands for a feature of a video; None for models without videos."""
     audio_token_id: int | None
     """Token that stands for an audio feature; None without an audio encoder."""
     vocab_size: int

@@ -188,6 +188,7 @@ class BalancedLoader(StepStream):
         self._counter = counter = open_counter(packing, config, records.places)
         self.model, self.vocab_size = counter.model, counter.vocab_size
         self.image_token_id = counter.image_token_id
+        self.video_token_id = counter.tokenizer.video_token_id
         self.audio_token_id = counter.tokenizer.audio_token_id
         self._records, self._is_leader = records, is_leader
         reader = RecordReader(

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from balance.errors import ConfigError
 from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import PHASES
@@ -17,7 +19,9 @@ SHARES = (0.25, 0.5, 0.75)
 """Shares of a micro-batch's samples in a part."""
 
 
-def probe_batches(batches: Sequence[Batch], loads: Loads, image_token_id: int) -> list[Batch]:
+def probe_batches(
+    batches: Sequence[Batch], loads: Loads, vision_token_ids: Sequence[int]
+) -> list[Batch]:
     """Parts of the micro-batches with the most load, then all micro-batches of the step.
 
     `loads` are those of `batches`. Equal parts are left out. ConfigError as `first_samples`.
@@ -28,7 +32,7 @@ def probe_batches(batches: Sequence[Batch], loads: Loads, image_token_id: int) -
         part = index, _num_samples(batches[index], share)
         if part not in made:
             made.add(part)
-            parts.append(first_samples(batches[index], share, image_token_id))
+            parts.append(first_samples(batches[index], share, vision_token_ids))
     return [*parts, *batches]
 
 
@@ -43,11 +47,12 @@ def largest_batches(loads: Loads) -> list[int]:
     return sorted({int(column.argmax()) for column in columns if column.any()})
 
 
-def first_samples(batch: Batch, share: float, image_token_id: int) -> Batch:
-    """The first samples of a micro-batch, at least one if it has any, with their images.
+def first_samples(batch: Batch, share: float, vision_token_ids: Sequence[int]) -> Batch:
+    """The first samples of a micro-batch, at least one if it has any, with their images and videos.
 
     An image's share of the patches, or of the ViT tokens at native resolution, gives its number of
-    image tokens. ConfigError if that does not come out even, or for a micro-batch with audio.
+    tokens of `vision_token_ids`. ConfigError if that does not come out even, or where there is
+    audio.
     """
     if getattr(batch, "audio_values", None) is not None:
         raise ConfigError(
@@ -61,15 +66,17 @@ def first_samples(batch: Batch, share: float, image_token_id: int) -> Batch:
         sizes = batch.image_grid_thw.prod(1)
     # rows that `pixel_values` has, or would have, up to each image's end
     ends = sizes.cumsum(0)
-    tokens, all_tokens = (int((each == image_token_id).sum()) for each in (ids, batch.input_ids))
+    stand_ins = torch.tensor(vision_token_ids, device=ids.device)
+    tokens, all_tokens = (int(torch.isin(each, stand_ins).sum()) for each in (ids, batch.input_ids))
     rows = tokens * int(sizes.sum()) // max(1, all_tokens)
     num_images = int((ends <= rows).sum())
     if rows != int(sizes[:num_images].sum()) or bool(all_tokens) != bool(len(sizes)):
         raise ConfigError(
-            f"{all_tokens} image tokens (id {image_token_id}) and {len(sizes)} images do not"
-            f" belong together in a micro-batch ({samples_text(batch)}): give the image_token_id"
-            " of the build"
+            f"{all_tokens} image tokens (id {' or '.join(map(str, vision_token_ids))}) and"
+            f" {len(sizes)} images do not belong together in a micro-batch ({samples_text(batch)}):"
+            " give the build's image_token_id and video_token_id"
         )
+    weights, seconds = batch.loss_weights, batch.video_seconds
     return replace(
         batch,
         sample_ids=batch.sample_ids[:count],
@@ -81,7 +88,9 @@ def first_samples(batch: Batch, share: float, image_token_id: int) -> Batch:
         patches_per_image=batch.patches_per_image[:num_images],
         image_sizes=batch.image_sizes[:num_images],
         image_grid_thw=None if batch.image_grid_thw is None else batch.image_grid_thw[:num_images],
+        video_seconds=None if seconds is None else seconds[:num_images],
         images=batch.images[:num_images],
+        loss_weights=None if weights is None else weights[: len(ids)],
     )
 
 

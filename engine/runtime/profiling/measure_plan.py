@@ -41,7 +41,7 @@ def profile_step(
     model: LayerStack,
     request: PlanRequest,
     batches: Sequence[Batch],
-    image_token_id: int,
+    vision_token_ids: Sequence[int],
     options: PipelineOptions,
 ) -> Profile:
     """Profile of a model's layers, for parts of a step's micro-batches and then for these.
@@ -53,7 +53,7 @@ def profile_step(
     ranks = list(range(dist.get_world_size()))
     schedule = request.make_schedule()
     borders = even_partition(np.ones(len(model.layers), np.int64), schedule.num_stages)
-    parts = probe_batches(batches, request.loads, image_token_id)
+    parts = probe_batches(batches, request.loads, vision_token_ids)
     with temporary_pipelines(model):
         return measure_layers(
             Pipeline(model, borders, [False] * len(model.layers), [ranks], options),

@@ -83,7 +83,7 @@ def make_config(name: str, source: StepSource) -> Any:
     """Config of a tiny model for the tokens and images of a build, which must fit the model."""
     transformers = _import_transformers(name)
     rule: Any = source.model.vision
-    text = TEXT | {"vocab_size": source.vocab_size}
+    text, video = TEXT | {"vocab_size": source.vocab_size}, source.video_token_id
     if name == "qwen2_vl":
         return transformers.Qwen2VLConfig(
             vision_config={
@@ -97,8 +97,8 @@ def make_config(name: str, source: StepSource) -> Any:
             },
             text_config=text | {"rope_parameters": MROPE, "tie_word_embeddings": True},
             image_token_id=source.image_token_id,
-            # no build has videos
-            video_token_id=source.vocab_size,
+            # of a build without videos, a token that no text has
+            video_token_id=source.vocab_size if video is None else video,
             tie_word_embeddings=True,
         )
     # ViT patches along a tile's side, without the class token
@@ -167,6 +167,12 @@ def _check_fits(model: Any, name: str, given: Path | None, source: StepSource) -
         raise ConfigError(
             f"{given} has {num_tokens} tokens, image token {config.image_token_id}; the build has"
             f" {source.vocab_size} and {source.image_token_id}: use the model's own tokenizer"
+        )
+    own_video = getattr(config, "video_token_id", None)
+    if None not in (own_video, source.video_token_id) and own_video != source.video_token_id:
+        raise ConfigError(
+            f"{given} has the video token {own_video}; the build has {source.video_token_id}: use"
+            " the model's own tokenizer"
         )
     takes = _IMAGES[name](config)
     cut = {key: getattr(source.model.vision, key) for key in takes}

@@ -172,7 +172,11 @@ def test_a_config_names_any_model_that_the_pipeline_takes(tmp_path):
         FAMILIES[name].config().save_pretrained(folder)
         preset = replace(load_model("qwen2_vl"), name="mine", vision=rule)
         source = SimpleNamespace(
-            model=preset, image_token_id=IMAGE, audio_token_id=None, vocab_size=VOCAB
+            model=preset,
+            image_token_id=IMAGE,
+            video_token_id=None,
+            audio_token_id=None,
+            vocab_size=VOCAB,
         )
         opened = open_model(None, folder / "config.json", source)
         assert opened.whole.config.model_type == name

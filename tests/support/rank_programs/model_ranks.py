@@ -4,14 +4,17 @@ training alone.
 
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from engine.runtime.communication.collectives import broadcast
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline, PipelineOptions
+from support.models import video_samples
 from support.models.family_models import (
     FAMILIES,
     make_family_batch,
@@ -32,6 +35,10 @@ STEPS += [
 ]
 
 
+VIDEO_STEPS = [["v", "t t", "iv"], ["", "vi t"], ["l v", "i"]]
+"""Words of `video_samples.make_samples` for each micro-batch, one per sample."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
     """A model and its pipeline."""
@@ -44,6 +51,7 @@ class ModelCase:
     tied: bool = False
     frozen: str | None = None
     """A part of the model."""
+    videos: bool = False
     tolerance: float = 1e-5
     """Of losses and weights, relative."""
 
@@ -65,7 +73,6 @@ def _run_case(case: ModelCase) -> None:
     """Steps with an optimizer in the pipeline and alone; losses and, in the end, all weights must
     agree.
     """
-    make_batch, run_alone = functions_of(case.name)
     piped, alone = (made(case) for _ in range(2))
     if case.frozen is not None:
         for model in (piped, alone):
@@ -77,12 +84,9 @@ def _run_case(case: ModelCase) -> None:
         torch.optim.SGD(part, lr=1e-3, momentum=0.9)
         for part in (pipeline.parameters(), alone.parameters())
     ]
-    for step, counts in enumerate(STEPS):
-        batches = [
-            make_batch(case.name, own, seed=10 * step + place) for place, own in enumerate(counts)
-        ]
-        normalizer = sum(int((batch.labels >= 0).sum()) for batch in batches)
-        expected = sum(run_alone(case.name, alone, batch, normalizer) for batch in batches)
+    for step in range(len(VIDEO_STEPS if case.videos else STEPS)):
+        batches, normalizer, run_alone = functions_of(case, step)
+        expected = run_alone(alone)
         found = pipeline.step(batches, normalizer).loss
         assert abs(found - expected) <= case.tolerance * expected, (
             f"step {step}: loss {found}, not {expected}"
@@ -101,16 +105,54 @@ def _run_case(case: ModelCase) -> None:
 
 
 def made(case, seed=0):
+    if case.videos:
+        return video_samples.make_video_model(case.name)
     if case.name in FAMILIES:
         return make_family_model(case.name, seed=seed)
     return make_model(case.name, tied=case.tied, seed=seed)
 
 
-def functions_of(name):
-    """`make_batch`, `run_alone` of a model."""
-    if name in FAMILIES:
-        return make_family_batch, run_family_alone
-    return make_batch, run_alone
+def functions_of(case, step):
+    """A step's batches, its labels, and model -> loss, with gradients, of each sample alone."""
+    if case.videos:
+        return video_step(case.name, step)
+    make, run = (
+        (make_family_batch, run_family_alone) if case.name in FAMILIES else (make_batch, run_alone)
+    )
+    seeds = range(10 * step, 10 * step + len(STEPS[step]))
+    batches = [
+        make(case.name, own, seed=seed) for own, seed in zip(STEPS[step], seeds, strict=True)
+    ]
+    labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
+    return (
+        batches,
+        labels,
+        lambda model: sum(run(case.name, model, batch, labels) for batch in batches),
+    )
+
+
+def video_step(name, step):
+    """`functions_of`, with videos; pixels are there on the first rank only."""
+    made = [
+        video_samples.make_samples(name, kinds.split(), seed=10 * step + place)
+        for place, kinds in enumerate(VIDEO_STEPS[step])
+    ]
+    made = broadcast(made)  # an encoder with threads does not always write the same video
+    batches = [video_samples.packed(name, samples) for samples in made]
+    labels = sum(int((batch.labels[1:] >= 0).sum()) for batch in batches)
+    if dist.get_rank():
+        batches = [replace(batch, pixel_values=batch.pixel_values[:0]) for batch in batches]
+
+    def run(model):
+        total = 0.0
+        for sample in chain.from_iterable(made):
+            given = video_samples.alone(name, sample) | {"num_items_in_batch": labels}
+            loss = model(**given).loss
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return batches, labels, run
 
 
 def _compare(gathered, alone, before, tolerance):

@@ -388,9 +388,27 @@ CASES = [
     # a tied and scaled embedding, two rotary embeddings, images that are seen both ways
     ModelCase(name="gemma3", borders=(0, 6, 8), recompute=(5, 6)),
 ]
+# pixels are on the first rank, positions and tokens of videos on the second
+VIDEO_CASES = [
+    ModelCase(name="qwen2_vl", borders=(0, 3, 8), videos=True),
+    ModelCase(name="qwen2_5_vl", borders=(0, 3, 9), recompute=(1, 2), videos=True),
+    ModelCase(
+        name="qwen3_vl",
+        borders=(0, 2, 4, 7, 9),
+        recompute=(1, 6),
+        options=PipelineOptions(schedule="interleaved", stages_per_rank=2),
+        videos=True,
+    ),
+    ModelCase(name="internvl", borders=(0, 5, 8), videos=True),
+]
 
 
 def test_a_pipeline_of_two_ranks_trains_as_transformers_alone(tmp_path):
     run_model_cases(str(tmp_path), CASES)
     for name in {case.name for case in CASES}:
         record("ranks", name, sum(len(step) for step in STEPS))
+
+
+def test_a_pipeline_of_two_ranks_trains_on_videos_as_transformers_alone(tmp_path):
+    pytest.importorskip("av")
+    run_model_cases(str(tmp_path), VIDEO_CASES)
