@@ -142,9 +142,13 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
         raise ConfigError(f"presets extend each other in a circle: {chain}")
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
     if not path.is_file():
-        shipped = ", ".join(preset_names(kind))
-        missing = f"no {kind[:-1]} preset {name!r}; shipped: {shipped}"
-        raise ConfigError(f"{missing}; or give a .toml file of yours")
+        near = get_close_matches(name, preset_names(kind), 1)
+        meant = "".join(f" (did you mean {each}?)" for each in near)
+        missing = (
+            f"no {kind[:-1]} preset {name!r}{meant}; shipped: {', '.join(preset_groups(kind))}"
+        )
+        other = ", or the folder or Hub id of any model" if kind == "models" else ""
+        raise ConfigError(f"{missing}; or give a .toml file of yours{other}")
     values = _parse_toml(path, str(path))
     values.setdefault("name", path.stem)
     if (base_name := values.pop("extends", None)) is None:

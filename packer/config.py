@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from balance.config import Option, check_options, preset_groups
+from balance.config import Option, check_options, preset_groups, read_preset
 from balance.errors import ConfigError
 from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.caps import GroupOptions
@@ -149,6 +149,8 @@ class BuildConfig:
         }
         for name, (value, hint) in hints.items():
             if not self.is_demo and not value:
+                if name == "tokenizer" and self.model:
+                    read_preset("models", self.model)  # what is wrong with that comes first
                 raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
 
     @property

@@ -73,7 +73,7 @@ def test_a_mistake_in_a_cluster_is_an_error_that_names_it(tmp_path, line, messag
 
 
 def test_an_unknown_cluster_is_an_error_that_lists_the_shipped_ones():
-    with pytest.raises(ConfigError, match=r"no cluster preset 'v100'; shipped: a100_80g, "):
+    with pytest.raises(ConfigError, match=r"'v100' \(did you mean h100\?\); shipped: a100_80g, "):
         load_cluster("v100")
 
 
