@@ -232,9 +232,7 @@ def test_a_folder_that_is_no_models_says_what_is_missing(tmp_path: Path) -> None
     for place in (str(tmp_path / "nowhere"), "./nowhere", "nowhere/at/all", "~/nowhere.d"):
         with pytest.raises(ConfigError, match=r"model .*nowhere.*: no such folder or file, nor a"):
             find_model(place)
-    with pytest.raises(
-        ConfigError, match=r"preset 'qwen9' .*; shipped: .*folder or Hub id"
-    ):
+    with pytest.raises(ConfigError, match=r"preset 'qwen9' .*; shipped: .*folder or Hub id"):
         find_model("qwen9")
 
 
