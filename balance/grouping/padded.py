@@ -14,6 +14,7 @@ is left to the order. Pure; integers only. 2,048 samples take a millisecond.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numba
 import numpy as np
@@ -22,6 +23,57 @@ from balance.grouping.window import WAITING_SHARE
 from balance.metrics import longest
 from balance.rng import PLANNED, random_permutation
 from balance.types import Groups, IntArray, Limits
+
+FULL, SEVERAL, LEAST_BATCHES = 0.9, 2, 64
+"""A chosen token cap fills batches with samples by so much, holds so many on average, and leaves so
+many batches of those that it is chosen by.
+"""
+MULTIPLES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
+"""Token caps that are tried, in longest samples."""
+FREE = 0.005
+"""Share of batches that a chosen vision cap may cost."""
+
+
+def choose_padded_limits(
+    vision: IntArray,
+    tokens: IntArray,
+    *,
+    max_tokens: int | None,
+    max_vision: int | None,
+    vision_unit: str,
+) -> tuple[Limits, list[str]]:
+    """Caps of padded batches of such samples, as far as none is given; and why, in lines.
+
+    The least tokens under which batches are `FULL` of samples, else the ones under which they are
+    fullest; then the least vision that costs no batches.
+    """
+    rows = np.argsort(-tokens, kind="stable")
+    longest_one, free = max(1, int(tokens.max(initial=0))), int(vision.sum())
+
+    def num_batches(q_t: int, q_v: int) -> int:
+        limits = _caps(q_t, q_v, vision_unit)
+        return max(1, len(_cut(rows, vision[rows], tokens[rows], limits)))
+
+    q_v = free if max_vision is None else max_vision
+    sizes = [max_tokens] if max_tokens else [int(each * longest_one) for each in MULTIPLES]
+    numbers = {q_t: num_batches(q_t, q_v) for q_t in sizes}
+    tried = [q_t for q_t in sizes if q_t == sizes[0] or numbers[q_t] >= LEAST_BATCHES]
+    fills = {q_t: int(tokens.sum()) / (q_t * numbers[q_t]) for q_t in tried}
+    full = [q for q in tried if fills[q] >= FULL and numbers[q] * SEVERAL <= len(rows)]
+    q_t = full[0] if full else max(tried, key=lambda each: fills[each])
+    if max_vision is None:
+        most = int(numbers[q_t] * (1 + FREE))
+        allowed = range(int(vision.max(initial=0)), free + 1)
+        q_v = allowed[bisect_left(allowed, x=True, key=lambda each: num_batches(q_t, each) <= most)]
+    limits = _caps(q_t, q_v, vision_unit)
+    rule = "your max_tokens" if max_tokens else f"{q_t / longest_one:.3g} x the longest sample"
+    vision_rule = "the least that costs no batches" if max_vision is None else "your max_vision"
+    count = num_batches(q_t, q_v)
+    each, fill = len(rows) / count, int(tokens.sum()) / (count * q_t)
+    return limits, [
+        f"caps: {q_t} tokens with padding ({rule}), {q_v} {limits.unit} ({vision_rule})",
+        f"padded batches: {each:,.1f} samples each on average, {fill:.1%} full of samples",
+    ]
 
 
 def group_padded(
@@ -59,8 +111,15 @@ def group_padded(
     return groups.take(random_permutation(len(groups), seed, PLANNED, *place)), waiting
 
 
+def _caps(q_t: int, q_v: int, vision_unit: str) -> Limits:
+    """Caps without targets of their own."""
+    return Limits(
+        max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t, min_vision=q_v, vision_unit=vision_unit
+    )
+
+
 def _cut(rows: IntArray, vision: IntArray, tokens: IntArray, limits: Limits) -> Groups:
-    """Samples `rows`, sorted from the longest on, as batches of neighbours."""
+    """Samples `rows`, the longest first, as batches of neighbours; each alone is within caps."""
     offsets = _cheapest_cut(
         vision.astype(np.int64), tokens.astype(np.int64), limits.max_vision, limits.max_seq_len
     )

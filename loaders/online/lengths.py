@@ -49,6 +49,7 @@ class LengthOptions:
     seed: int
     least: int
     """Samples that are measured before that share is looked at."""
+    packing: bool = True
 
 
 @dataclass(slots=True)
@@ -120,7 +121,8 @@ class SampleLengths:
         """Caps, chosen by these samples as far as they are not given."""
         options, model = self._options, self._counter.model
         if options.max_tokens is not None and options.max_vision is not None:
-            caps = min(options.max_tokens, model.context_len), options.max_vision
+            most = model.context_len if options.packing else options.max_tokens
+            caps = min(options.max_tokens, most), options.max_vision
             return Limits(
                 max_seq_len=caps[0],
                 max_vision=caps[1],
@@ -129,6 +131,9 @@ class SampleLengths:
                 vision_unit=model.vision_unit,
             )
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
+        if not options.packing:
+            limits, self.explained = self._padded_limits(counts)
+            return limits
         choice = choose_limits(
             counts,
             GroupOptions(
@@ -141,6 +146,28 @@ class SampleLengths:
         self.explained = choice.lines
         return choice.limits
 
+    def _padded_limits(self, counts: Counts) -> tuple[Limits, list[str]]:
+        """Caps of padded batches, chosen by the samples that are within those that are given."""
+        from balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
+
+        options, model = self._options, self._counter.model
+        most = min(options.max_tokens or model.context_len, model.context_len)
+        vision, fits = getattr(counts, f"num_{model.vision_unit}"), counts.seq_len <= most
+        if options.max_vision is not None:
+            fits &= vision <= options.max_vision
+        if not fits.any():
+            raise DataError(
+                f"all of the first {len(fits):,} samples are over {most:,} tokens or over "
+                "max_vision; give larger caps"
+            )
+        return choose_padded_limits(
+            vision[fits],
+            counts.seq_len[fits],
+            max_tokens=options.max_tokens,
+            max_vision=options.max_vision,
+            vision_unit=model.vision_unit,
+        )
+
     def within(self, samples: IntArray, limits: Limits) -> IntArray:
         """Samples without those that are over a given cap, which are rejected.
 
@@ -148,7 +175,7 @@ class SampleLengths:
         """
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
         context = self._counter.model.context_len
-        given = context if self._options.max_tokens is None else limits.max_seq_len
+        given = min(context, self._options.max_tokens or context)
         over = [
             (counts.seq_len > given, counts.seq_len, "longer_than_max_seq_len", "tokens", given)
         ]

@@ -203,6 +203,7 @@ class BalancedLoader(StepStream):
             max_rejected=packing.max_rejected,
             seed=config.seed,
             least=packing.window,
+            packing=packing.packing,
         )
         self._lengths = SampleLengths(counter, reader.measure, table, exchange, options)
         reader.lengths = self._lengths

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from balance.grouping.padded import group_padded
+from balance.grouping.padded import choose_padded_limits, group_padded
 from balance.metrics import padded_loads
 from balance.types import Limits
 
@@ -107,3 +107,29 @@ def test_windows_of_no_and_of_one_sample():
             is_last=False,
         )
         assert (groups.samples.tolist(), waiting.tolist()) == ([*range(len(tokens))], [])
+
+
+def test_chosen_caps_fill_batches_and_vision_costs_none():
+    rng = np.random.default_rng(1)
+    vision, tokens = rng.integers(0, 6, 2000), rng.integers(100, 1000, 2000)
+    unit = {"vision_unit": "image_patches"}
+    limits, lines = choose_padded_limits(vision, tokens, max_tokens=None, max_vision=None, **unit)
+    longest = int(tokens.max())
+    assert f"({limits.max_seq_len / longest:.3g} x the longest sample)" in lines[0]
+    assert "the least that costs no batches" in lines[0]
+
+    def batches(q_t, q_v):
+        return len(group_padded(vision, tokens, limits_of(q_t, q_v), seed=0)[0])
+
+    def fill(q_t):
+        return tokens.sum() / (batches(q_t, limits.max_vision) * q_t)
+
+    assert fill(limits.max_seq_len) >= 0.895
+    assert f"{fill(limits.max_seq_len):.1%} full of samples" in lines[1]
+    assert fill(longest) < 0.9
+    free = batches(limits.max_seq_len, 10**6)
+    assert batches(limits.max_seq_len, limits.max_vision) <= 1.005 * free
+    assert batches(limits.max_seq_len, limits.max_vision - 1) > 1.005 * free
+    given, lines = choose_padded_limits(vision, tokens, max_tokens=5000, max_vision=40, **unit)
+    assert (given.max_seq_len, given.max_vision) == (5000, 40)
+    assert "(your max_tokens), 40 image patches (your max_vision)" in lines[0]

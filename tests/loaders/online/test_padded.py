@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, DataError
 from support.loading.contents import content
 from support.loading.online_data import OPTIONS, open_ranks, records, samples_of
 from support.loading.step_planners import repack
@@ -85,3 +85,21 @@ def test_resumes_on_other_ranks_and_after_steps_of_similar_loads(rows, folder):
     close(packed, *ranks, *again, *alone)
     with pytest.raises(ConfigError, match="a planner packs steps again; leave it out"):
         open_ranks(rows, 1, folder, planner=repack, **OWN)
+
+
+def test_caps_that_are_not_given_are_chosen_for_padding(rows, folder):
+    (loader,) = open_ranks(rows, 1, folder, max_tokens=None, max_vision=None, window=90, **OWN)
+    names = [name for step in loader for batch in step for name in batch.sample_ids]
+    assert sorted(names) == sorted(row["id"] for row in rows)
+    assert "tokens with padding (" in loader.explained[0]
+    close(loader)
+    # a row is within the model's context, and rows together may be above it
+    (loader,) = open_ranks(rows, 1, folder, max_tokens=50_000, **OWN)
+    assert loader.model.context_len < 50_000
+    assert next(iter(loader))[0].num_samples > 1
+    assert loader.limits.max_seq_len == 50_000
+    close(loader)
+    (loader,) = open_ranks(rows, 1, folder, max_tokens=5, max_vision=None, **OWN)
+    with pytest.raises(DataError, match="all of the first 40 samples are over 5 tokens"):
+        next(iter(loader))
+    close(loader)
