@@ -63,6 +63,10 @@ class SelectionReader(Protocol):
     is_remote: bool
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of pixels, if that is more than the model's rule says."""
+
+    @property
     def cache_hits(self) -> int:
         """Reads from a cache on disk."""
 
@@ -156,7 +160,7 @@ class StepBuilder:
         return PrefetchTask(
             subject=plan,
             parts=parts,
-            num_bytes=plan.num_pixel_rows * self._row_bytes
+            num_bytes=plan.num_pixel_rows * max(self._row_bytes, self._reader.row_bytes)
             + plan.num_tokens * TOKEN_BYTES
             + plan.num_audio_tokens * AUDIO_TOKEN_BYTES,
             is_quick=self._may_be_quick

@@ -112,6 +112,7 @@ class EncodedCounter(RecordCounter):
         found = int(np.count_nonzero(sample.input_ids == self.image_token_id))
         if sample.arrays:
             rule, patches = self.model.vision, sample.num_vision
+            self.row_bytes = max(self.row_bytes, sample.num_bytes // max(1, patches))
             vit_tokens = patches
             if isinstance(rule, CropsRule):
                 vit_tokens *= rule.vit_tokens_per_patch

@@ -160,6 +160,7 @@ class RecordCounter:
 
     chunk_records = 1 << 30
     """Records that are counted together."""
+    row_bytes = 0
     empty_group = EMPTY_GROUP
 
     def __init__(

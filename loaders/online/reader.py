@@ -53,6 +53,11 @@ class RecordReader:
         self.lengths: SampleLengths
         """What steps were planned by; set once."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of arrays for each unit of what they cost the vision encoder."""
+        return self._counter.row_bytes
+
     def measure(self, samples: IntArray) -> CountedRecords:
         """Records, counted, and kept for `read`."""
         counted = self._counter.count(samples, self._records.take(samples))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Protocol
@@ -155,4 +156,8 @@ def with_files(value: Any) -> Any:
 def _digest(value: object) -> str:
     """Of what JSON does not hold."""
     content = value if isinstance(value, bytes) else repr(type(value)).encode()
+    if not isinstance(value, bytes):
+        with suppress(Exception):  # of classes of the user's
+            array = np.asarray(value)  # of a picture or a tensor too
+            content = content if array.dtype == object else array.tobytes()
     return hashlib.sha256(content).hexdigest()

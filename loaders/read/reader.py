@@ -31,6 +31,8 @@ MEDIA = {
 class SampleReader:
     """Reads the selections of steps."""
 
+    row_bytes = 0
+
     def __init__(self, builds: Sequence[Build], cached_bytes: int = CACHED_BYTES) -> None:
         self._builds, self._cached_bytes = builds, cached_bytes
         self._lock = threading.Lock()

@@ -10,6 +10,7 @@ from PIL import Image
 from balance.errors import ConfigError, DataError
 from balance.types import LABEL_IGNORE
 from loaders import BalancedLoader, Encoded
+from loaders.online.records import Records
 from support.loading.contents import content
 from support.loading.online_data import open_ranks, records
 from support.loading.step_planners import dispatch
@@ -276,6 +277,22 @@ def test_with_a_model_image_tokens_must_be_those_of_its_rule(tmp_path):
     )
     with pytest.raises(DataError, match="media of some samples are images, and of others arrays"):
         batches_of([loader])
+
+
+def test_what_is_made_in_advance_is_bounded_by_the_bytes_of_arrays(tmp_path):
+    def encode(row):
+        return Encoded([1, 2], media={"x": np.zeros((1, 1 << 18), np.float32)})
+
+    loader = open_arrays(encode=encode, max_tokens=10)
+    plan = loader._steps.copy().plan(1)[0]
+    made = sum(array.nbytes for batch in next(iter(loader)) for array in batch.processed.values())
+    assert made >= 1 << 20
+    assert made <= loader._builder.task(plan, 0).num_bytes < 1.1 * made
+    assert len(loader._reader._kept) > 1
+    loader.close()
+    pictures = [[{"x": Image.new("RGB", (4, 4), (n, 0, 0)), "y": torch.tensor(n)}] for n in (1, 2)]
+    first, second, again = (Records(each, as_files=False) for each in (*pictures, pictures[0]))
+    assert first.fingerprint() == again.fingerprint() != second.fingerprint()
 
 
 def test_options_that_do_not_fit_are_one_line(tmp_path):
