@@ -85,8 +85,53 @@ def loader_of(
                 "to the loader"
             )
         return dataset
-    if dataset is None or isinstance(dataset, str):
-        raise ConfigError(f"train_dataset is {dataset!r}; give a loader, or a dataset of records")
+    if dataset is None:
+        raise ConfigError("train_dataset is None; give a loader, or a dataset of records")
+    return _make_loader(dataset, args, model, options)
+
+
+_TRAINING_ONLY = ("epochs", "remainder", "planner", "image_transform", "batch_transform")
+"""Options of a training's loader that one for its evaluation does not take over."""
+
+
+def evaluation_of(
+    dataset: Any,
+    train_dataset: Any,
+    args: TrainingArguments,
+    model: Any,
+    options: Mapping[str, Any],
+) -> Any:
+    """`eval_dataset` with loaders in order for records, if the training's are packed here too.
+
+    What has `input_ids`, or cannot be asked by index, stays for the trainer.
+    """
+    if isinstance(dataset, Mapping):
+        return {
+            name: evaluation_of(each, train_dataset, args, model, options)
+            for name, each in dataset.items()
+        }
+    is_left = dataset is None or isinstance(dataset, StepStream) or _is_tokenised(dataset)
+    if is_left or isinstance(train_dataset, StepStream):
+        return dataset
+    kept = {name: value for name, value in options.items() if name not in _TRAINING_ONLY}
+    own = {"shuffle": False, "micro_batches_per_step": 1}
+    return _make_loader(dataset, args, model, kept | own)
+
+
+def _is_tokenised(dataset: Any) -> bool:
+    if isinstance(dataset, str):
+        return False
+    if (names := getattr(dataset, "column_names", None)) is None:
+        if not hasattr(dataset, "__getitem__"):
+            return True
+        first = dataset[0] if len(dataset) else {}
+        names = first if isinstance(first, Mapping) else ()
+    return "input_ids" in names
+
+
+def _make_loader(
+    dataset: Any, args: TrainingArguments, model: Any, options: Mapping[str, Any]
+) -> StepStream:
     from loaders.online.loader import BalancedLoader  # noqa: PLC0415  needs the packer
 
     config = getattr(model, "config", None)

@@ -21,7 +21,12 @@ from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs.inputs import model_inputs
 from loaders.integrations._stand_ins import StandIns
-from loaders.integrations._trainer_args import check_arguments, check_loader, loader_of
+from loaders.integrations._trainer_args import (
+    check_arguments,
+    check_loader,
+    evaluation_of,
+    loader_of,
+)
 from loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
 from loaders.integrations.torch_dataset import Step
 from loaders.step_builder import StepBatches
@@ -49,7 +54,9 @@ class BalancedMixin(_Base):
     `model_inputs`, for transformers' VLMs.
 
     `eval_dataset` is what the trainer takes, or a loader with `shuffle=False`, or a dict of them: a
-    loader's `eval_loss` is the mean over all labels, each sample counted once on any ranks.
+    loader's `eval_loss` is the mean over all labels, each sample counted once on any ranks. Where
+    the training's loader is made here, one in order is made of an `eval_dataset` of records too,
+    with the same options but for transforms.
 
     Raises ConfigError for arguments that would be ignored, lose samples or make gradients wrong.
     """
@@ -67,6 +74,7 @@ class BalancedMixin(_Base):
     ) -> None:
         if options.get("formatting_func") is not None:
             raise ConfigError("formatting_func is given; leave it out: samples are tokenised")
+        eval_dataset = evaluation_of(eval_dataset, train_dataset, args, model, loader_options or {})
         shown = StandIns(eval_dataset)
         check_arguments(args, has_other_data=shown.has_other_data)
         loader = loader_of(train_dataset, args, model, loader_options or {})

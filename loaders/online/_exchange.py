@@ -70,9 +70,10 @@ class RankExchange:
             self._wait([*keys.values()], keys, is_cancelled)
             parts = [store.get(key) for key in keys.values()]
             store.set(place, pickle.dumps(parts))  # type: ignore[arg-type]
-            for key in [*keys.values(), *([self._last] if self._last else [])]:
-                store.delete_key(key)  # the last one: all have read it, or had no part here
-            self._last = place if place != self._last else ""
+            # the last one: all have read it, or had no part here; if it is this one, not all have
+            for key in [*keys.values(), *([self._last] if self._last not in ("", place) else [])]:
+                store.delete_key(key)
+            self._last = place
         else:
             self._wait([place], keys, is_cancelled)
             parts = pickle.loads(store.get(place))

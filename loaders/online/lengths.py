@@ -90,8 +90,13 @@ class SampleLengths:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def measure(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> BoolArray:
+    def measure(
+        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: int = 0
+    ) -> BoolArray:
         """Learn what samples cost, together with all ranks; -> which of them can be used.
+
+        Each pass over the same samples has another `epoch`: what ranks tell one another in it is
+        new, since files may break in between.
 
         DataError on all ranks if measuring fails on one, or too many samples cannot be used.
         """
@@ -100,7 +105,7 @@ class SampleLengths:
         own = self._part(samples[rank::size], is_cancelled)
         parts = [own]
         if exchange is not None:
-            key = blake2b(samples.tobytes(), digest_size=12).hexdigest()
+            key = f"{epoch}/{blake2b(samples.tobytes(), digest_size=12).hexdigest()}"
             parts = exchange.all_gather(key, own, is_cancelled)
         if errors := [part.error for part in parts if part.error]:
             raise DataError(errors[0])

@@ -47,7 +47,7 @@ BALANCE = 0.9
 would.
 """
 _OF_BUILDS = (
-    *("shuffle", "split", "filter", "limit", "mixing_weights", "regroup", "image_root"),
+    *("split", "filter", "limit", "mixing_weights", "regroup", "image_root"),
     *("storage", "regroup_window", "validation_fraction"),
 )
 """Options of `LoaderConfig` that need a build."""
@@ -164,8 +164,7 @@ class BalancedLoader(StepStream):
         rank, size = config.ranks()
         peers = config.peers()
         self._packing = PackingConfig(model=model, **packing)  # type: ignore[arg-type]
-        if config.planner is not None and not self._packing.packing:
-            raise ConfigError("a planner packs steps again; leave it out, or packing=False")
+        _check_together(config, self._packing)
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
@@ -232,14 +231,20 @@ class BalancedLoader(StepStream):
             balance=config.balance,
             step_groups=config.ranks()[1] * config.micro_batches_per_step,
             loss_weights=config.loss_weights,
+            shuffle=config.shuffle,
+            ranks=config.ranks()[1],
             packing=packing.packing,
         )
 
     def _window_identity(self) -> dict[str, int | None]:
         names = "window", "max_tokens", "max_vision", "packing"
-        return {name: getattr(self._packing, name) for name in names}
+        own = {name: getattr(self._packing, name) for name in names}
+        return own | {"shuffle": self._config.shuffle}
 
     def __iter__(self) -> Iterator[StepBatches]:
+        is_within = self.is_evaluation and self._position.given and not self._resumes
+        if is_within and not self._steps.is_after_last:
+            self._steps.start_epoch(self.epoch + 1)  # ranks tell passes apart by their numbers
         while True:
             if (epochs := self._packing.epochs) is not None and self.epoch >= epochs:
                 return
@@ -357,6 +362,14 @@ _ONE_PROCESS = (
     "a BalancedLoader cannot go to a worker process: it measures and decodes in threads; use "
     "num_workers=0"
 )
+
+
+def _check_together(config: LoaderConfig, packing: PackingConfig) -> None:
+    """ConfigError for options that exclude one another."""
+    if config.planner is not None and not packing.packing:
+        raise ConfigError("a planner packs steps again; leave it out, or packing=False")
+    if packing.epochs is not None and not config.shuffle:
+        raise ConfigError("with shuffle=False each iterator gives one epoch; leave out epochs")
 
 
 class _SamplesAsGroups:

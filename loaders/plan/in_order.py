@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from balance.order.global_shuffle import LoadLookup, unfit_state
-from balance.types import BoolArray, Groups, IntArray
+from balance.types import BoolArray, Groups, IntArray, Limits
 from loaders.plan.epoch_groups import (
     EpochSource,
     PlannedBuild,
@@ -67,17 +67,49 @@ class InOrder(EpochSource):
         return SampleGroups(self._tables, groups)
 
 
-def cut_borders(borders: IntArray, given: int, ranks: int) -> IntArray:
+def group_in_order(
+    vision: IntArray, tokens: IntArray, limits: Limits, *, packing: bool, is_last: bool
+) -> tuple[Groups, IntArray]:
+    """Groups of neighbours under the caps, and those that wait: the last group, if more may come.
+
+    For samples that are measured while they are loaded; one over a cap is a group of its own.
+
+    >>> caps = Limits(max_seq_len=9, max_vision=9, min_seq_len=9, min_vision=9)
+    >>> lengths = np.array([4, 4, 2, 20, 3])
+    >>> made, left = group_in_order(lengths * 0, lengths, caps, packing=True, is_last=False)
+    >>> made.offsets.tolist(), left.tolist()
+    ([0, 2, 3, 4], [4])
+    """
+    borders, images, own, longest = [0], 0, 0, 0
+    for place, (image, length) in enumerate(zip(vision.tolist(), tokens.tolist(), strict=True)):
+        images, own, longest = images + image, own + length, max(longest, length)
+        used = own if packing else longest * (place + 1 - borders[-1])
+        if (used > limits.max_seq_len or images > limits.max_vision) and place > borders[-1]:
+            borders.append(place)
+            images, own, longest = image, length, length
+    if is_last:
+        borders.append(len(tokens))
+    offsets = np.array(borders, np.int64)
+    return Groups(np.arange(offsets[-1]), offsets), np.arange(offsets[-1], len(tokens))
+
+
+def cut_groups(groups: Groups, ranks: int, before: int = 0) -> Groups:
+    """As many groups that they and those `before` are a multiple of `ranks`, if samples suffice."""
+    return Groups(groups.samples, cut_borders(groups.offsets, 0, ranks, before))
+
+
+def cut_borders(borders: IntArray, given: int, ranks: int, before: int = 0) -> IntArray:
     """Borders of groups, one at `given`, and such that those after it are a multiple of `ranks`.
 
     The samples from the end are parted first; fewer samples than that are parted one by one.
+    Groups `before` these count too.
 
     >>> cut_borders(np.array([0, 3, 6]), 0, 4).tolist()
     [0, 3, 4, 5, 6]
     """
     is_border = np.zeros(int(borders[-1]) + 1, bool)
     is_border[borders] = is_border[given] = True
-    missing = -int(is_border[given + 1 :].sum()) % ranks
+    missing = -(before + int(is_border[given + 1 :].sum())) % ranks
     inner = given + np.flatnonzero(~is_border[given:])
     is_border[inner[max(0, len(inner) - missing) :]] = True
     return np.flatnonzero(is_border)

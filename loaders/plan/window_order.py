@@ -166,6 +166,11 @@ class WindowOrder:
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count, balance = dp * micro_batches, self._epoch.source.settings.balance
+        if not self._epoch.source.settings.shuffle:  # neighbours to ranks, one after the other
+            step = np.full(count, -1, np.int64)
+            taken = self.take(count)
+            step[: len(taken)] = taken
+            return step.reshape(micro_batches, dp).T
         width = 1 / (1 - balance)
         # some to choose from, however large a step is
         self._fill(int(count * min(width, LEAST_WIDTH)))

@@ -24,6 +24,7 @@ from balance.metrics import padded_loads
 from balance.order.global_shuffle import GlobalShuffle, unfit_state
 from balance.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from loaders.plan.in_order import cut_groups, group_in_order
 from loaders.plan.selection import SampleRefs, Selection
 from loaders.plan.window_order import (
     LLM_KINDS,
@@ -36,6 +37,10 @@ from loaders.plan.window_order import (
 LABEL_UNITS = 256
 """The labels of a mean group are rounded to 1 / this, so that products with it are exact."""
 
+SPARE_PER_RANK = 4
+"""Samples per rank that the last window of an evaluation has at least, to be parted so that all
+ranks have as many groups.
+"""
 IsCancelled = Callable[[], bool]
 
 
@@ -45,8 +50,11 @@ class Lengths(Protocol):
     def __len__(self) -> int:
         """Samples of the dataset."""
 
-    def measure(self, samples: IntArray, is_cancelled: IsCancelled) -> BoolArray:
-        """Learn what samples cost, together with all ranks; -> which of them can be used."""
+    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: int) -> BoolArray:
+        """Learn what samples cost, together with all ranks; -> which of them can be used.
+
+        `epoch` tells one pass over the same samples from another.
+        """
 
     def column(self, name: str, samples: IntArray) -> IntArray:
         """A column of `Counts` of samples that were measured, int64, same shape."""
@@ -73,6 +81,10 @@ class WindowSettings:
     loss_weights: LossWeights
     packing: bool = True
     """Whether a group's samples are packed, and not padded to the longest."""
+    shuffle: bool = True
+    """False: groups are of neighbours in the dataset's order, and come in that order."""
+    ranks: int = 1
+    """Data-parallel ranks; without shuffling, the groups of an epoch are a multiple of them."""
 
 
 class WindowGroups(EpochSource):
@@ -106,16 +118,16 @@ class WindowGroups(EpochSource):
         last, prepared = self._epoch, self._next
         if last is None or not last.is_planned or (prepared and prepared.number == number):
             return
-        self._next = WindowEpoch(self, number, 0, [])
+        self._next = WindowEpoch(self, number, 0, _as_groups([]))
         self._next.prepare(0, np.zeros(0, np.int64))
 
     def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
         """An epoch, and its order after the position `state`. ValueError for one that is none."""
         given, passed = int(state.get("given", 0)), int(state.get("passed", 0))
-        waiting = list(state.get("waiting", []))
+        waiting = _as_groups(state.get("waiting", []))
         carried = np.array(state.get("carried", []), np.int64)
         consumed, total = int(state.get("consumed", 0)), len(self.lengths)
-        samples = [*(int(each) for group in waiting for each in group), *carried.tolist()]
+        samples = [*waiting.samples.tolist(), *carried.tolist()]
         known = all(0 <= sample < total for sample in samples)
         if given < 0 or not len(samples) <= consumed <= total or not known:
             raise unfit_state(f"{consumed} of {total} samples, {len(samples)} of them waiting")
@@ -123,6 +135,8 @@ class WindowGroups(EpochSource):
             self.limits = Limits(**state["limits"])
         if state.get("mean_labels"):
             self.mean_labels = float(state["mean_labels"])
+        if consumed == total and not self.settings.shuffle:  # planned for other ranks, maybe
+            waiting = cut_groups(waiting, self.settings.ranks)
         epoch, self._next = self._next, None
         if epoch is not None and (epoch.number != number or state):
             epoch.close()
@@ -145,17 +159,14 @@ class WindowGroups(EpochSource):
 class WindowEpoch(Epoch):
     """The groups of an epoch, numbered as they are made; those that are past are forgotten."""
 
-    def __init__(
-        self, source: WindowGroups, number: int, given: int, waiting: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, source: WindowGroups, number: int, given: int, waiting: Groups) -> None:
         """After `given` groups; those in `waiting` are planned but not measured here."""
         self.source, self.number = source, number
         self.is_planned = False
         """Whether the last window is planned."""
-        sizes = [len(group) for group in waiting]
-        samples = np.array([each for group in waiting for each in group], np.int64)
-        groups = Groups(samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
-        self._planned = PlannedGroups(given, groups, None if waiting else self._sums(groups))
+        self._given = given
+        sums = None if len(waiting) else self._sums(waiting)
+        self._planned = PlannedGroups(given, waiting, sums)
         self._closed = False
         # the first is held while a window is made, the second while attributes change
         self._making, self._lock = threading.RLock(), threading.Lock()
@@ -260,17 +271,15 @@ class WindowEpoch(Epoch):
                 return self._windows[consumed]
             self._measured()
             settings, lengths = self.source.settings, self.source.lengths
-            size = min(settings.window, max(settings.first_window, consumed))
-            order = GlobalShuffle(
-                num_groups=len(lengths), seed=settings.seed, epoch=self.number, consumed=consumed
-            )
             planned_before = self._planned.first + len(self._planned.groups)
-            samples = np.concatenate([carried, order.take(size)])
+            samples = np.concatenate([carried, self._order(consumed)])
+            num_read = consumed + len(samples) - len(carried)
             begun = time.perf_counter()
-            samples = samples[lengths.measure(samples, self._is_closed)]
+            samples = samples[lengths.measure(samples, self._is_closed, self.number)]
             measured = time.perf_counter()
-            num_read = min(len(lengths), consumed + size)
             groups, left = self._group(samples, consumed, is_last=num_read == len(lengths))
+            if num_read == len(lengths) and not settings.shuffle:
+                groups = cut_groups(groups, settings.ranks, planned_before - self._given)
             if num_read == len(lengths) and not len(groups) + planned_before:
                 raise DataError(f"none of the {num_read} samples can be used; see `rejected`")
             sums = self._sums(groups)
@@ -288,6 +297,18 @@ class WindowEpoch(Epoch):
                 self.is_planned = num_read == len(lengths)
         return made
 
+    def _order(self, consumed: int) -> IntArray:
+        """The samples of a window, after `consumed` of the epoch."""
+        settings, total = self.source.settings, len(self.source.lengths)
+        size = min(settings.window, max(settings.first_window, consumed))
+        if settings.shuffle:
+            return GlobalShuffle(
+                num_groups=total, seed=settings.seed, epoch=self.number, consumed=consumed
+            ).take(size)
+        if total - consumed - size < SPARE_PER_RANK * settings.ranks:
+            size = total
+        return np.arange(consumed, min(consumed + size, total))
+
     def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
         """Groups of samples, and samples that wait for the next window."""
         from balance.grouping.padded import group_padded  # noqa: PLC0415  (see `loaders`)
@@ -301,14 +322,17 @@ class WindowEpoch(Epoch):
         limits = source.limits
         samples = lengths.within(samples, limits)
         image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in LLM_KINDS)
-        made, left = (group_window if settings.packing else group_padded)(
-            lengths.column(f"num_{limits.vision_unit}", samples),
-            image + text + audio,
-            limits,
-            seed=settings.seed,
-            place=(self.number, consumed),
-            is_last=is_last,
-        )
+        vision, tokens = lengths.column(f"num_{limits.vision_unit}", samples), image + text + audio
+        if settings.shuffle:
+            group = group_window if settings.packing else group_padded
+            place = self.number, consumed
+            made, left = group(
+                vision, tokens, limits, seed=settings.seed, place=place, is_last=is_last
+            )
+        else:
+            made, left = group_in_order(
+                vision, tokens, limits, packing=settings.packing, is_last=is_last
+            )
         groups = Groups(samples[made.samples], made.offsets)
         if source.mean_labels is None and len(groups):
             labels = lengths.column("num_loss_tokens", groups.samples)
@@ -323,7 +347,7 @@ class WindowEpoch(Epoch):
                 planned, lengths = self._planned, self.source.lengths
                 if planned.sums is None:
                     # one that is rejected by now costs nothing, and is left out when it is read
-                    lengths.measure(planned.groups.samples, self._is_closed)
+                    lengths.measure(planned.groups.samples, self._is_closed, self.number)
                     self._planned = replace(planned, sums=self._sums(planned.groups))
         return self._planned
 
@@ -340,3 +364,9 @@ class WindowEpoch(Epoch):
 
     def _is_closed(self) -> bool:
         return self._closed
+
+
+def _as_groups(members: Sequence[Sequence[int]]) -> Groups:
+    sizes = [len(group) for group in members]
+    samples = np.array([int(each) for group in members for each in group], np.int64)
+    return Groups(samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))

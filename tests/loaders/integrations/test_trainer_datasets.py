@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from balance.errors import ConfigError
+from support.loading.evaluations import loss_of_each
 from support.loading.online_data import OPTIONS, records
 
 transformers = pytest.importorskip("transformers")
@@ -155,7 +156,6 @@ def test_datasets_that_cannot_be_packed_are_refused(rows, tmp_path):
     loader = BalancedLoader(rows[0], **rows[1], micro_batches_per_step=2)
     for given, match in (
         ({"train_dataset": None}, "train_dataset is None; give a loader, or a dataset"),
-        ({"train_dataset": "packed/"}, "give a loader, or a dataset"),
         ({"loader_options": {"max_tokens": 400}}, "no name or folder"),
         ({"loader_options": {"model": "tiny", "max_token": 400}}, "max_tokens"),
         ({"train_dataset": loader}, "train_dataset is a loader; give them to the loader"),
@@ -167,3 +167,58 @@ def test_datasets_that_cannot_be_packed_are_refused(rows, tmp_path):
     given = {"train_dataset": loader, "loader_options": None}
     with pytest.raises(ConfigError, match="leave out its `epochs`"):
         make_trainer(rows, tmp_path, given, max_steps=1000).train()
+
+
+def test_a_dataset_is_evaluated_in_order_and_its_loss_is_the_mean_over_all_labels(
+    rows, tmp_path, seen
+):
+    records, packing = rows
+    few = [records[number] for number in (3, 1, 2)]
+    trainer = make_trainer(
+        rows,
+        tmp_path / "out",
+        {
+            "eval_dataset": {"all": records, "few": Dataset.from_list(without_images(few))},
+            "loader_options": packing | {"image_transform": spoil, "remainder": "drop"},
+        },
+        eval_strategy="steps",
+        eval_steps=3,
+        max_steps=4,
+    )
+    trainer.train()
+    seen.clear()
+    first, second = trainer.evaluate(), trainer.evaluate()
+    ids = [name for each in seen for name in each]
+    whole = [row["id"] for row in records] + [row["id"] for row in few]
+    assert ids == 2 * whole
+    # one sample at a time, in one process
+    for name, given in (("all", records), ("few", without_images(few))):
+        expected = loss_of_each(trainer.model, given, packing)
+        assert first[f"eval_{name}_loss"] == pytest.approx(expected, rel=1e-6)
+        assert second[f"eval_{name}_loss"] == first[f"eval_{name}_loss"]
+    # rows of tokens are the trainer's own, and so is what it cannot index
+    tokens = [{"input_ids": [1, 2], "labels": [1, 2]}]
+    other = make_trainer(rows, tmp_path / "tokens", {"eval_dataset": tokens})
+    assert other.eval_dataset is tokens
+
+
+def without_images(given):
+    """Texts alone, whose columns have one type."""
+    texts = [
+        [turn["value"].replace("<image>", "") for turn in row["conversations"]] for row in given
+    ]
+    return [
+        {
+            "id": row["id"],
+            "conversations": [
+                {"from": name, "value": text}
+                for name, text in zip(("human", "gpt"), own, strict=True)
+            ],
+        }
+        for row, own in zip(given, texts, strict=True)
+    ]
+
+
+def spoil(image, rng):
+    """A change for the training alone."""
+    return image * 0

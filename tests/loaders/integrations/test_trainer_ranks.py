@@ -1,15 +1,18 @@
 """BalancedTrainer on two ranks by DDP and FSDP: an epoch ends and resumes as on one process."""
 
 import importlib.util
+import json
 from itertools import chain
 
 import pytest
 import torch
 
-from loaders import StreamingLoader, model_inputs
+from loaders import BalancedLoader, StreamingLoader, model_inputs
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
+from support.loading.evaluations import loss_of_each
+from support.loading.online_data import OPTIONS, records
 from support.ranks import launch
 
 # only its ranks import them: that takes seconds in each process that runs tests
@@ -62,3 +65,21 @@ def test_an_epoch_by_ddp_and_fsdp_ends_and_resumes_as_on_one_process(tmp_path):
         assert trained["resumed"][0] == losses, name
         for key, weight in weights.items():
             assert torch.equal(weight, trained["resumed"][1][key]), (name, key)
+
+
+def test_an_evaluation_of_records_on_two_ranks_is_that_of_each_sample_in_one_process(tmp_path):
+    from tiny_internvl import make_internvl  # noqa: PLC0415  imports transformers
+
+    rows = records(tmp_path, 21)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    script, out = TESTS / "support" / "trainers" / "evaluation_ranks.py", tmp_path / "found.pt"
+    result = launch(2, tmp_path / "log", script, tmp_path, out, most_s=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = torch.load(out)
+    packing = OPTIONS | {"data_root": str(tmp_path)}
+    model = make_internvl(BalancedLoader(rows, **packing))
+    model.load_state_dict(found["weights"])
+    # a rank without a sample waits for nobody: evaluations reduce nothing in DDP's forward pass
+    for name, count in (("all", 21), ("two", 2), ("one", 1)):
+        expected = loss_of_each(model, rows[:count], packing)
+        assert found["losses"][f"eval_{name}_loss"] == pytest.approx(expected, rel=1e-6), name

@@ -327,3 +327,40 @@ def test_the_report_is_a_page(rows, folder):
         ranks[0].write_report(folder / "no" / "folder.html")
     for loader in ranks:
         loader.close()
+
+
+def test_an_evaluation_is_a_whole_pass_in_order(rows, built, folder):
+    options = {"shuffle": False, "window": 32, "pixel_dtype": torch.uint8}
+    (loader,) = open_ranks(rows, 1, folder, **options)
+    names, states = [row["id"] for row in rows], []
+    assert loader.is_evaluation
+    for number in range(3):
+        steps = []
+        for step in loader:
+            steps += [step]
+            states.append(loader.state_dict())
+            if number == 1 and len(steps) == 2:
+                break  # the next one begins at the beginning all the same
+        given = [name for step in steps for batch in step for name in batch.sample_ids]
+        assert given == (names if number != 1 else names[: len(given)])
+        if number != 1:
+            batches = [batch for step in steps for batch in step]
+            assert samples_of(batches, loader.image_token_id) == built
+    assert 3 < len(loader) < len(rows)
+    loader.close()
+    # two ranks after three steps of one, and then a whole pass
+    ranks = open_ranks(rows, 2, folder, state=states[2], micro_batches_per_step=2, **options)
+    rest = [batch for batches in zip(*map(list, ranks), strict=True) for batch in batches]
+    ids = sorted(name for step in rest for batch in step for name in batch.sample_ids)
+    position = json.loads(json.dumps(states[2]))["stream"]
+    waiting = [each for group in position["waiting"] for each in group]
+    left = [*waiting, *position["carried"], *range(position["consumed"], 90)]
+    assert ids == sorted(f"s{number}" for number in left)
+    assert len({len(step) for rank in ranks for step in rank}) <= 2
+    for rank in ranks:
+        rank.close()
+    (training,) = open_ranks(rows, 1, folder, window=32)
+    with pytest.raises(ConfigError, match="state has window"):
+        training.load_state_dict(states[2])
+    with pytest.raises(ConfigError, match="leave out epochs"):
+        open_ranks(rows, 1, folder, epochs=1, **options)

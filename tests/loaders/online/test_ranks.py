@@ -9,7 +9,7 @@ from tiny_vlm import TinyVLM, accumulate
 from balance.errors import ConfigError, DataError
 from loaders import BalancedLoader
 from loaders.ranks import RankMissing
-from support.builds.raw_data import record
+from support.builds.raw_data import record, write_image
 from support.loading.online_data import OPTIONS, open_ranks, records
 from support.ranks import run_ranks
 
@@ -124,3 +124,40 @@ def test_what_one_rank_cannot_do_is_said_on_both(tmp_path):
         assert "the disk of rank 1 is gone" in said["measuring"]
         assert "samples cannot be used, more than max_rejected" in said["rejected"]
         assert said["seconds"] < 15
+
+
+def evaluate(said, folder, rows):
+    """On two ranks: passes in order, one of which is left early, with a file that breaks."""
+    given = {"data_root": str(folder), "shuffle": False, "rank_timeout_s": 20.0, "window": 500}
+    loader = BalancedLoader(rows, **OPTIONS | given, workers=0, max_rejected=0.5)
+    said["passes"], said["steps"] = [], []
+    for number in range(5):
+        batches = []
+        for step in loader:
+            assert len(step) == 1
+            batches += [batch.sample_ids for batch in step]
+            if number in (1, 2) and len(batches) == 2:
+                break
+        if number == 2:
+            dist.barrier()
+            (folder / "broken.jpg").write_bytes(b"no picture any more")
+            loader._reader._places.clear()  # read again, as in a larger dataset
+        said["steps"].append(len(batches))
+        said["passes"].append([name for batch in batches for name in batch])
+    said["rejected"] = [each.reason for each in loader.rejected]
+
+
+def test_evaluations_of_two_ranks_are_whole_passes(tmp_path):
+    rows = records(tmp_path, 60)
+    write_image(tmp_path / "broken.jpg", 50, 40, seed=0)
+    rows[2] = record(2, ["broken.jpg"])
+    names = sorted(row["id"] for row in rows)
+    first, second = run_ranks(tmp_path, 2, evaluate, tmp_path, rows)
+    assert first["steps"] == second["steps"]
+    assert first["steps"][1:3] == [2, 2]
+    passes = [sorted(a + b) for a, b in zip(first["passes"], second["passes"], strict=True)]
+    assert passes[0] == names
+    # the pass that finds it broken loses it, and from then on all ranks know
+    assert passes[3] == passes[4] == sorted(set(names) - {"s2"})
+    assert first["rejected"] == second["rejected"]
+    assert len(first["rejected"]) == 1

@@ -37,7 +37,7 @@ class Lengths:
     def __len__(self):
         return len(self.known)
 
-    def measure(self, samples, is_cancelled):
+    def measure(self, samples, is_cancelled, epoch):
         self.known[samples] = True
         return self.usable[samples]
 
@@ -63,6 +63,8 @@ def make_ranks(lengths, world, micro_batches, *, window, seed=0, state=None, **c
             step_groups=world * micro_batches,
             loss_weights="token",
             packing=changes.get("packing", True),
+            shuffle=changes.get("shuffle", True),
+            ranks=world,
         )
         build = SimpleNamespace(manifest=SimpleNamespace(model=load_model("tiny")))
         source = WindowGroups(build, lengths(), settings, {"dataset": "drawn", "window": window})
@@ -143,6 +145,77 @@ def elastic_epoch(ranks, running, state, rng, per_group):
         per_group.add(total.loss_normalizer / config.dp_world_size / config.micro_batches)
 
 
+def in_order(plans):
+    """Samples of a step, micro-batch after micro-batch of all ranks; and how many each rank has."""
+    numbers = [len(plan.micro_batches) for plan in plans]
+    batches = [
+        [part.group for part in plan.micro_batches[place]]
+        for place in range(max(numbers))
+        for plan in plans
+        if place < len(plan.micro_batches)
+    ]
+    return [sample for batch in batches for sample in batch], numbers, batches
+
+
+def test_an_evaluation_is_in_the_datasets_order_on_any_ranks():
+    for draw in range(4 * DRAWS):
+        rng = np.random.default_rng(draw)
+        count, window = int(rng.integers(1, 300)), int(rng.choice([7, 30, 64, 500]))
+        lengths = Lengths(count, draw, float(rng.choice([0, 0.2])))
+        usable = np.flatnonzero(lengths.usable).tolist()
+        if not usable:
+            continue
+        options = {"window": window, "shuffle": False, "remainder": "split"}
+        options["packing"] = bool(rng.random() < 0.7)
+
+        def ranks(state=None, *, rng=rng, lengths=lengths, options=options):
+            world, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+            return make_ranks(lambda: lengths, world, micro_batches, state=state, **options)
+
+        state, running = None, ranks()
+        for epoch in range(2):
+            seen, running, state = ordered_epoch(ranks, running, state, rng, lengths)
+            assert seen == usable, (draw, epoch)
+            for each in running:
+                each.finish_epoch()
+            state = running[0].state()
+
+
+def ordered_epoch(ranks, running, state, rng, lengths):
+    """The samples of an evaluation, in which runs stop and continue on other ranks."""
+    seen, is_whole = [], True
+    while True:
+        if state is not None and rng.random() < 0.15:
+            running, is_whole = ranks(state), False
+        left, (dp, micro_batches) = running[0].remaining, shape_of(running)
+        if (taken := take_step(running)) is None:
+            return seen, running, state
+        plans, state = taken
+        samples, numbers, batches = in_order(plans)
+        seen += samples
+        assert all(batches)
+        check_caps(lengths, batches, packing=running[0]._source.settings.packing)
+        # all ranks are full in all steps but the last, where they have equally many; of a run that
+        # is resumed close to its end there may be too few samples for that
+        if left > 1:
+            assert numbers == [micro_batches] * dp
+        elif is_whole and len(lengths) >= 60:
+            assert len(set(numbers)) == 1
+
+
+def shape_of(ranks):
+    config = ranks[0]._config
+    return config.dp_world_size, config.micro_batches
+
+
+def check_caps(lengths, batches, *, packing):
+    tokens = lengths.values["num_image_tokens"] + lengths.values["num_text_tokens"]
+    for batch in batches:
+        own = tokens[batch]
+        assert (own.sum() if packing else own.max() * len(own)) <= 1000
+        assert lengths.values["num_image_patches"][batch].sum() <= 8
+
+
 def test_a_resumed_run_gives_the_same_steps():
     ranks = make_ranks(lambda: Lengths(200, 1), 2, 2, window=40)
     steps = []
@@ -195,7 +268,7 @@ def test_drop_leaves_out_what_makes_no_step():
 def test_emptiest_groups_wait():
     lengths = Lengths(2000, 4)
     everything = np.arange(2000)
-    lengths.measure(everything, bool)
+    lengths.measure(everything, bool, 0)
     vision = lengths.column("num_image_patches", everything)
     tokens = lengths.column("num_text_tokens", everything) + 10 * vision
     groups, waiting = group_window(vision, tokens, LIMITS, seed=0, is_last=False)
