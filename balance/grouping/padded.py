@@ -70,8 +70,9 @@ def choose_padded_limits(
     vision_rule = "the least that costs no batches" if max_vision is None else "your max_vision"
     count = num_batches(q_t, q_v)
     each, fill = len(rows) / count, int(tokens.sum()) / (count * q_t)
+    most_vision = f"{q_v} {limits.unit} ({vision_rule})" if q_v else "no images"
     return limits, [
-        f"caps: {q_t} tokens with padding ({rule}), {q_v} {limits.unit} ({vision_rule})",
+        f"caps: {q_t} tokens with padding ({rule}), {most_vision}",
         f"padded batches: {each:,.1f} samples each on average, {fill:.1%} full of samples",
     ]
 
