@@ -211,6 +211,7 @@ class RecordCounter:
             follow_links=False,
             image_token_id=self.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
+            video_token_id=self.tokenizer.video_token_id,
             extras=dict.fromkeys(keep_columns, "json"),
         )
 

@@ -62,12 +62,14 @@ class Records:
         if isinstance(dataset, str | bytes | Mapping) or not (
             hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         ):
+            is_split = isinstance(dataset, Mapping) and is_hugging_face(dataset)
+            split = "one of its splits, " if is_split else ""
             raise ConfigError(
-                f"dataset is a {type(dataset).__name__}; give a list of records, a map-style torch "
-                "Dataset, a datasets.Dataset, or what `packer build --dataset` takes"
+                f"dataset is a {type(dataset).__name__}; give {split}a list of records, a map-"
+                "style torch Dataset, a datasets.Dataset, or what `packer build --dataset` takes"
             )
-        if as_files and is_hugging_face(dataset):
-            dataset = _undecoded(dataset)
+        if as_files and _has_columns(dataset):
+            dataset = _Undecoded(dataset)
         self._as_files = as_files
         self._dataset: MapDataset = dataset
         self._transform = transform
@@ -78,7 +80,7 @@ class Records:
     def take(self, indices: IntArray) -> list[Any]:
         """Records by index; a `BrokenRecord` for each that cannot be read."""
         chosen = indices.tolist()
-        if is_hugging_face(self._dataset):
+        if isinstance(self._dataset, _Undecoded) or is_hugging_face(self._dataset):
             try:
                 given = self._dataset.__getitems__(chosen)  # type: ignore[attr-defined]
                 return [self._transformed(value) for value in given]
@@ -120,24 +122,30 @@ def is_hugging_face(dataset: object) -> bool:
     return type(dataset).__module__.partition(".")[0] == "datasets"
 
 
-def _undecoded(dataset: Any) -> Any:
-    """With images and clips as files: only the rank that trains on one decodes it."""
-    dataset = dataset.with_format(None)
-    for name, feature in dataset.features.items():
-        if (changed := _as_files(feature)) is not feature:
-            dataset = dataset.cast_column(name, changed)
-    return dataset
+def _has_columns(dataset: Any) -> bool:
+    """Whether this is a `datasets.Dataset` whose rows are its columns: no `with_transform`."""
+    given = getattr(dataset, "format", None)
+    return is_hugging_face(dataset) and isinstance(given, dict) and given["type"] != "custom"
 
 
-def _as_files(feature: Any) -> Any:
-    """A feature that gives files; the same one if it has none. For lists of them too."""
-    if getattr(feature, "decode", None) is True:
-        return type(feature)(decode=False)
-    inner = getattr(feature, "feature", None)
-    if inner is None:
-        return feature
-    changed = _as_files(inner)
-    return feature if changed is inner else type(feature)(changed)
+class _Undecoded:
+    """Rows of a `datasets.Dataset` with images and clips as files: who trains on one decodes it.
+
+    Read as Arrow, since `cast_column` writes a dataset whose column has lists of images again.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        rows: list[Any] = self._dataset[indices].to_pylist()
+        return rows
 
 
 def with_files(value: Any) -> Any:

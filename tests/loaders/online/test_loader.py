@@ -11,11 +11,12 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 
 from balance.errors import ConfigError, DataError
-from loaders import BalancedLoader, StepDataset
+from loaders import BalancedLoader, StepDataset, StreamingLoader
 from support.builds.packed import build
-from support.builds.raw_data import record, write_dataset
+from support.builds.raw_data import record, write_dataset, write_image
 from support.loading.contents import content
 from support.loading.online_data import OPTIONS, built_samples, open_ranks, records, samples_of
+from support.models.saved_videos import save_video_folder
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +79,26 @@ def hugging_face(rows, folder):
     return Dataset.from_list(values, features=features)
 
 
-def test_samples_are_those_of_a_build(rows, built, folder):
+def renamed(dataset):
+    """The same by a function of the user's, for columns of other names."""
+
+    def rename(batch):
+        return {key.replace("turns", "conversations"): value for key, value in batch.items()}
+
+    return dataset.rename_column("conversations", "turns").with_transform(rename)
+
+
+def test_samples_are_those_of_a_build(rows, built, folder, monkeypatch):
+    def cast(*_given, **_options):
+        pytest.fail("the dataset is written again")
+
     kinds = {
         "list": rows,
         "datasets": hugging_face(rows, folder),
+        "with_transform": renamed(hugging_face(rows, folder)),
         "torch": MapStyle(rows, folder),
     }
+    monkeypatch.setattr(Dataset, "cast", cast)
     for name, dataset in kinds.items():
         ranks = open_ranks(dataset, 2 if name == "list" else 1, folder, pixel_dtype=torch.uint8)
         found = samples_of(batches_of(ranks), ranks[0].image_token_id)
@@ -91,6 +106,36 @@ def test_samples_are_those_of_a_build(rows, built, folder):
         assert not ranks[0].rejected
         for loader in ranks:
             loader.close()
+
+
+def test_videos_are_those_of_a_build(tmp_path):
+    clips = pytest.importorskip("support.clips")
+    model, rows = save_video_folder("qwen2_5_vl", tmp_path, {}), []
+    for number in range(6):
+        write_image(tmp_path / "raw" / f"{number}.png", 40 + 9 * number, 60, number)
+        clip = clips.make_clip(12 + number, (64, 48), seed=number)
+        (tmp_path / "raw" / f"{number}.mp4").write_bytes(clip.content)
+        files = {"image": f"{number}.png", "video": f"{number}.mp4"}
+        rows.append(record(number, text="<image><video>") | files)
+    build(write_dataset(tmp_path / "raw", rows), tmp_path / "packed", model=model, tokenizer=model)
+    options = {"data_root": str(tmp_path / "raw"), "max_tokens": 4096, "max_vision": 100_000}
+    found = []
+    for loader in (
+        StreamingLoader(tmp_path / "packed", workers=0),
+        BalancedLoader(rows, model=model, workers=0, **options),
+    ):
+        found.append({})
+        for batch in (batch for step in loader for batch in step if len(batch.sample_ids)):
+            sizes, media = batch.cu_seqlens.diff().tolist(), batch.image_grid_thw.prod(1)
+            pixels = batch.pixel_values.split(media.view(-1, 2).sum(1).tolist())
+            seconds = batch.video_seconds.view(-1, 2)  # of an image, of a video
+            parts = batch.input_ids.split(sizes), batch.labels.split(sizes), pixels, seconds
+            for name, *own in zip(batch.sample_ids, *parts, strict=True):
+                found[-1][name] = [each.tolist() for each in own]
+        loader.close()
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+    assert all(own[3][0] == 0 < own[3][1] for own in found[0].values())
 
 
 def test_absolute_paths(rows, built, folder):
