@@ -146,7 +146,7 @@ class Measured:
     def __len__(self) -> int:
         return len(self._data.counts)
 
-    def measure(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> BoolArray:
+    def measure(self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: int) -> BoolArray:
         return np.ones(len(samples), np.bool_)
 
     def column(self, name: str, samples: IntArray) -> IntArray:

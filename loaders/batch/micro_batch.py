@@ -110,8 +110,8 @@ class MicroBatch:
     The same for all tokens of a sample, so for shifted labels too; 0 in a sample without labels.
     """
     is_padded: bool = False
-    """Whether it was planned to be padded (`BalancedLoader(packing=False)`), its longest sample
-    first. Its tensors have no padding: `padded` and `loaders.model_inputs` give a row per sample.
+    """Whether it was planned to be padded (`BalancedLoader(packing=False)`). Its tensors have no
+    padding: `padded` and `loaders.model_inputs` give a row per sample.
     """
 
     @property

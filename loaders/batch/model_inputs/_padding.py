@@ -18,7 +18,7 @@ def padded_text(batch: MicroBatch, num_rows: int, config: Any, family: ModelFami
     """`input_ids`, `labels`, `attention_mask` and `position_ids`, (rows, longest).
 
     M-RoPE's positions are (4, rows, longest). Samples after the first `num_rows`, which are blank
-    media, become the end of the last row, the shortest: causal, so nothing before sees them.
+    media, become the end of the last row, mostly the shortest: causal, so nothing before sees them.
     """
     borders = torch.cat([batch.cu_seqlens[:num_rows], batch.cu_seqlens[-1:]])
     own = replace(batch, sample_ids=batch.sample_ids[:num_rows], cu_seqlens=borders)
