@@ -19,6 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
+from loaders.batch.model_inputs._registry import FAMILIES
 from loaders.batch.model_inputs.inputs import model_inputs
 from loaders.integrations._stand_ins import StandIns
 from loaders.integrations._trainer_args import (
@@ -93,7 +94,7 @@ class BalancedMixin(_Base):
             raise ConfigError(
                 f"{type(plain).__name__} ignores num_items_in_batch; forward must divide by it"
             )
-        self.model_accepts_loss_kwargs = True  # LLaMA-Factory denies it of models with images
+        self.model_accepts_loss_kwargs = True  # see `_takes_divisor`
         self.loader = self.train_dataset = loader
         self.eval_dataset = shown.with_loaders(self.eval_dataset)
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
@@ -277,7 +278,12 @@ def _without_adapters(model: Any) -> Any:
 
 
 def _takes_divisor(model: Any) -> bool:
-    """Whether its loss is divided by `num_items_in_batch`, as Trainer finds it out."""
+    """Whether its loss is divided by `num_items_in_batch`, as Trainer finds it out.
+
+    transformers denies it of many models with images, whose losses do it: of all that are known.
+    """
+    if getattr(getattr(model, "config", None), "model_type", None) in FAMILIES:
+        return True
     if (accepts := getattr(model, "accepts_loss_kwargs", None)) is not None:
         return bool(accepts)
     parameters = inspect.signature(model.forward).parameters.values()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from balance.errors import ConfigError
-from loaders import StreamingLoader
+from loaders import StreamingLoader, model_inputs
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 
@@ -15,6 +15,11 @@ pytest.importorskip("accelerate")
 
 from loaders.integrations._trainer_args import check_arguments  # noqa: E402
 from loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
+from support.models.family_models import (  # noqa: E402
+    FAMILIES,
+    make_family_batch,
+    make_family_model,
+)
 
 torch.set_num_threads(1)
 PAIRS = {"micro_batches_per_step": 2}
@@ -61,8 +66,8 @@ def make_trainer(build, out, micro_batches=2, given=None, **options):
         build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches
     )
     model = TokenModel(loader.vocab_size)
-    given = {"to_inputs": to_inputs, "train_dataset": loader, **(given or {})}
-    return BalancedTrainer(model=model, args=args, **given)
+    given = {"model": model, "to_inputs": to_inputs, "train_dataset": loader, **(given or {})}
+    return BalancedTrainer(args=args, **given)
 
 
 @pytest.fixture
@@ -130,6 +135,18 @@ def test_a_model_that_ignores_the_divisor_is_refused(build, tmp_path, monkeypatc
     monkeypatch.setattr(TokenModel, "accepts_loss_kwargs", False, raising=False)
     with pytest.raises(ConfigError, match="num_items_in_batch"):
         make_trainer(build, tmp_path)
+
+
+def test_models_of_all_families_divide_by_it_whatever_they_say(build, tmp_path):
+    for name in FAMILIES:
+        model, batch = make_family_model(name), make_family_batch(name, (1,))
+        given = model_inputs(batch, model.config)
+        losses = [
+            float(model(**given | {"num_items_in_batch": number}).loss.detach())
+            for number in (1, 4)
+        ]
+        assert losses[0] == pytest.approx(4 * losses[1]), name
+        assert make_trainer(build, tmp_path, given={"model": model}), name
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(build, tmp_path):
