@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from support import ROOT
+from support.cases import for_each
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_what_a_listing_shows_needs_its_command_in_it(faults):
     assert "is no command of the project" in fault
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("source", "error"),
     [
         ("python benchmarks/nothing.py", "benchmarks/nothing.py does not exist"),

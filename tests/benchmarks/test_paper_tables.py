@@ -17,6 +17,7 @@ from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from support import ROOT
+from support.cases import for_each
 
 PAGE = ROOT / "docs" / "results" / "papers.md"
 CLOCKED = {"pipetune-2", "pipetune-8"}
@@ -40,10 +41,10 @@ def test_sections_with_times_hold_the_same_figures_but_for_these(name):
     assert without_times(str(tables.SECTIONS[name]())) in without_times(PAGE.read_text("utf-8"))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(
     "place", [place for place in range(9) if "EVA-4B" not in models.PAIRS[place].name]
 )
+@for_each("sequence_parallel", [True, False])
 def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_parallel):
     pair = models.replace_parallel(models.PAIRS[place], sequence_parallel)
     costs, schedule = pair.constant_costs, one_f_one_b(pair.pp, models.MICRO_BATCHES)

@@ -10,6 +10,7 @@ from loaders.ranks import data_dims, find_difference
 from shards.manifest import read_manifest
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
+from support.cases import for_each
 from support.rank_programs.rank_checks import disagree, mesh_ranks, with_other_index
 from support.ranks import run_ranks
 
@@ -103,7 +104,7 @@ def test_ranks_of_a_mesh_that_differ_only_in_tp_get_the_same_data(folder, tmp_pa
     assert "ranks disagree: device_mesh is (('dp', 'tp'), " in ranks[0]["other mesh"][1]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "chosen", "expected"),
     [
         (["dp", "tp"], None, ["dp"]),

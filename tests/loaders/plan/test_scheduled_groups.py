@@ -12,6 +12,7 @@ from loaders.plan.epoch_groups import Regrouped, StoredGroups
 from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
 from loaders.read.build import open_builds
 from support.builds.sample_tables import write_texts
+from support.cases import for_each
 from support.loading.rank_steps import make_ranks
 
 SIZES = {"a": 150, "b": 60, "c": 21}
@@ -160,7 +161,7 @@ def test_the_weights_may_be_others_after_a_resume_but_not_the_builds(urls):
         assert first.state_dict() == state
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "message"),
     [
         ([(1, {"a": 1.0})], r"at the steps \[1\]; begin with 0"),
