@@ -1,6 +1,7 @@
 """A trainer's loader, and its arguments that contradict one: one line for each."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
@@ -119,7 +120,7 @@ def evaluation_of(
 
 
 def _is_tokenised(dataset: Any) -> bool:
-    if isinstance(dataset, str):
+    if isinstance(dataset, str | Path):
         return False
     if (names := getattr(dataset, "column_names", None)) is None:
         if not hasattr(dataset, "__getitem__"):

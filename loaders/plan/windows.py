@@ -114,9 +114,17 @@ class WindowGroups(EpochSource):
         return self.begin(number, {})[0]
 
     def prepare(self, number: int) -> None:
-        """Start to plan that epoch's first window, if all of the one before it are planned."""
+        """Start to plan that epoch's first window, if all of the one before it are planned.
+
+        Not of an evaluation: its samples are known then, and the other ranks may come much later.
+        """
         last, prepared = self._epoch, self._next
-        if last is None or not last.is_planned or (prepared and prepared.number == number):
+        if (
+            not self.settings.shuffle
+            or last is None
+            or not last.is_planned
+            or (prepared and prepared.number == number)
+        ):
             return
         self._next = WindowEpoch(self, number, 0, _as_groups([]))
         self._next.prepare(0, np.zeros(0, np.int64))

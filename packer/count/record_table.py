@@ -95,7 +95,7 @@ def read_records(
 
 def _demo(data_root: str | None) -> Dataset:
     folder = Path(data_root) if data_root else cache_folder("demo")
-    with _locked(folder / ".lock"):
+    with _locked(cache_folder("records") / "demo.lock"):
         if not (folder / "annotations.json").exists():
             write_demo(folder, num_samples=DEMO_SAMPLES)
     found = find_dataset(str(folder), None)

@@ -177,6 +177,8 @@ def test_an_evaluation_is_in_the_datasets_order_on_any_ranks():
             seen, running, state = ordered_epoch(ranks, running, state, rng, lengths)
             assert seen == usable, (draw, epoch)
             for each in running:
+                each.prepare_next_epoch()  # would wait for ranks that come at the next evaluation
+                assert each._source._next is None
                 each.finish_epoch()
             state = running[0].state()
 
