@@ -1,5 +1,6 @@
 """Ranks without a build: each measures its share, and loss and gradients are those of one rank."""
 
+import os
 import time
 
 import torch
@@ -9,8 +10,10 @@ from tiny_vlm import TinyVLM, accumulate
 from balance.errors import ConfigError, DataError
 from loaders import BalancedLoader
 from loaders.ranks import RankMissing
-from support.builds.raw_data import record, write_image
-from support.loading.online_data import OPTIONS, open_ranks, records
+from packer.verify import require_intact, verify_build
+from support.builds.packed import quiet
+from support.builds.raw_data import record, write_dataset, write_image
+from support.loading.online_data import OPTIONS, built_samples, open_ranks, records
 from support.ranks import run_ranks
 
 STEPS = 2
@@ -126,10 +129,14 @@ def test_what_one_rank_cannot_do_is_said_on_both(tmp_path):
         assert said["seconds"] < 15
 
 
-def evaluate(said, folder, rows):
-    """On two ranks: passes in order, one of which is left early, with a file that breaks."""
-    given = {"data_root": str(folder), "shuffle": False, "rank_timeout_s": 20.0, "window": 500}
-    loader = BalancedLoader(rows, **OPTIONS | given, workers=0, max_rejected=0.5)
+def evaluate(said, folder):
+    """On two ranks: passes in order, two of which are left early, with a file that breaks; a build.
+
+    Both read the dataset at the same time, into one cache.
+    """
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    given = {"shuffle": False, "rank_timeout_s": 20.0, "window": 500}
+    loader = BalancedLoader(folder, **OPTIONS | given, workers=0, max_rejected=0.5)
     said["passes"], said["steps"] = [], []
     for number in range(5):
         batches = []
@@ -145,6 +152,8 @@ def evaluate(said, folder, rows):
         said["steps"].append(len(batches))
         said["passes"].append([name for batch in batches for name in batch])
     said["rejected"] = [each.reason for each in loader.rejected]
+    loader.save_build(folder / f"packed-{dist.get_rank()}")
+    dist.barrier()
 
 
 def test_evaluations_of_two_ranks_are_whole_passes(tmp_path):
@@ -152,7 +161,9 @@ def test_evaluations_of_two_ranks_are_whole_passes(tmp_path):
     write_image(tmp_path / "broken.jpg", 50, 40, seed=0)
     rows[2] = record(2, ["broken.jpg"])
     names = sorted(row["id"] for row in rows)
-    first, second = run_ranks(tmp_path, 2, evaluate, tmp_path, rows)
+    write_dataset(tmp_path, rows)
+    first, second = run_ranks(tmp_path, 2, evaluate, tmp_path)
+    assert len(list((tmp_path / "cache" / "isobatch" / "records").glob("*.arrow"))) == 1
     assert first["steps"] == second["steps"]
     assert first["steps"][1:3] == [2, 2]
     passes = [sorted(a + b) for a, b in zip(first["passes"], second["passes"], strict=True)]
@@ -161,3 +172,7 @@ def test_evaluations_of_two_ranks_are_whole_passes(tmp_path):
     assert passes[3] == passes[4] == sorted(set(names) - {"s2"})
     assert first["rejected"] == second["rejected"]
     assert len(first["rejected"]) == 1
+    # the first rank wrote a build of what both had measured
+    assert not (tmp_path / "packed-1").exists()
+    require_intact(verify_build(str(tmp_path / "packed-0"), quiet(), workers=1))
+    assert sorted(built_samples(tmp_path / "packed-0")) == passes[4]
