@@ -124,6 +124,14 @@ class FlopsModel:
             llm_squares=self.llm.mean_squares(counts.seq_len, np.square(counts.seq_len)),
         )
 
+    def attention_tokens(self, lengths: IntArray) -> IntArray:
+        """Attention of the LLM in samples of such lengths, as tokens that cost as much without it.
+
+        int64, same shape.
+        """
+        squares = self.llm.mean_squares(lengths, np.square(lengths))
+        return squares // max(1, self.llm_flops_per_token // max(1, self.llm_flops_per_square))
+
     def vit_flops(self, load: ComputeLoad) -> FloatArray:
         """Forward FLOPs of encoder and projector, float64, an entry per entry of `load`."""
         linear = self.vit_flops_per_token * load.vit_tokens

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from balance.errors import DataError
+from balance.flops import FlopsModel
 from balance.loss_weights import LossWeights, sample_weights
-from balance.metrics import padded_loads
+from balance.metrics import longest
 from balance.order.global_shuffle import GlobalShuffle, unfit_state
 from balance.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
@@ -101,6 +102,8 @@ class WindowGroups(EpochSource):
         self.builds: Sequence[PlannedBuild] = [build]
         self.identity = identity
         self.lengths, self.settings = lengths, settings
+        model = build.manifest.model
+        self.flops = FlopsModel.of(model) if model.has_dimensions else None
         self.limits: Limits | None = None
         """Caps, once they are chosen or loaded."""
         self.mean_labels: float | None = None
@@ -365,10 +368,16 @@ class WindowEpoch(Epoch):
         each = {name: column(name, groups.samples) for name in COUNT_COLUMNS}
         sums = {name: own.sum(values) for name, values in each.items()}
         tokens = np.sum([each[f"num_{kind}_tokens"] for kind in LLM_KINDS], axis=0)
-        used = own.sum(tokens) if self.source.settings.packing else padded_loads(own, tokens)
-        padding = used - own.sum(tokens)
+        sizes, padding = groups.sizes.astype(np.int64), np.zeros(len(groups), np.int64)
+        attention = padding.copy()
+        if not self.source.settings.packing:
+            length = longest(own, tokens)
+            padding = sizes * length - own.sum(tokens)
+            if (flops := self.source.flops) is not None:
+                attention = sizes * flops.attention_tokens(length)
         sums["num_text_tokens"] += padding  # it costs as much as text
-        return sums | {"num_samples": groups.sizes.astype(np.int64), "num_padding": padding}
+        own_sums = {"num_samples": sizes, "num_padding": padding, "attention_tokens": attention}
+        return sums | own_sums
 
     def _is_closed(self) -> bool:
         return self._closed

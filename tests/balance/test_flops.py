@@ -281,3 +281,18 @@ def test_wrong_dimensions_are_an_error_that_names_them(key, value, message):
     values["llm"] = {**values["llm"], key: value}
     with pytest.raises(ConfigError, match=message):
         model_from_dict(values)
+
+
+def test_attention_in_tokens_is_the_flops_of_attention():
+    lengths = np.array([10, 1_000, 32_768])
+    for name in MODELS:
+        flops = FlopsModel.of(load_model(name))
+        found = flops.attention_tokens(lengths) * flops.llm_flops_per_token
+        wanted = flops.llm.mean_squares(lengths, lengths**2) * flops.llm_flops_per_square
+        rounding = flops.llm_flops_per_token + 0.05 * wanted
+        assert (np.abs(found - wanted) <= rounding).all(), name
+    # in layers with windows only as far as these reach
+    gemma = FlopsModel.of(load_model("gemma3"))
+    assert gemma.attention_tokens(lengths[2:]) < 0.4 * lengths[2] ** 2 // (
+        gemma.llm_flops_per_token // gemma.llm_flops_per_square
+    )
