@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError, DataError
+from balance.flops import FlopsModel
 from balance.grouping.window import group_window
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS, Limits
@@ -229,6 +230,28 @@ def test_a_resumed_run_gives_the_same_steps():
         for expected in steps[stop + 1 :]:
             plans, state = take_step(again)
             assert (samples_of(plans), plans[0].totals, state) == expected, stop
+
+
+def test_loads_of_padded_groups_have_padding_and_attention():
+    flops = FlopsModel.of(load_model("tiny"))
+    for packing in (True, False):
+        (rank,) = make_ranks(lambda: Lengths(200, 7), 1, 2, window=200, packing=packing)
+        lengths, epoch = rank._source.lengths, rank._groups
+        numbers = epoch.window(0, np.zeros(0, np.int64)).numbers
+        columns = {name: epoch.column(name, numbers) for name in (*COUNT_COLUMNS, "num_padding")}
+        attention = epoch.column("attention_tokens", numbers)
+        for number, samples in enumerate(epoch.members(numbers)):
+            image, text = (
+                lengths.column(f"num_{kind}_tokens", np.array(samples))
+                for kind in ("image", "text")
+            )
+            own, rows = image + text, len(samples)
+            padding = 0 if packing else rows * int(own.max()) - int(own.sum())
+            assert columns["num_padding"][number] == padding
+            assert columns["num_text_tokens"][number] == text.sum() + padding
+            expected = 0 if packing else rows * flops.attention_tokens(own.max(keepdims=True))[0]
+            assert attention[number] == expected
+        assert (attention.max() > 0) == (columns["num_padding"].max() > 0) == (not packing)
 
 
 def test_no_group_is_passed_over_for_long():
