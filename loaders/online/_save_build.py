@@ -70,8 +70,12 @@ def save_build(
 
 
 def require_place(out: str, *, overwrite: bool) -> None:
-    """ConfigError if there is a finished build that is not to be replaced."""
-    if is_complete(out) and not overwrite:
+    """ConfigError if there is a finished build that is not to be replaced, or no folder."""
+    try:
+        is_finished = is_complete(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}; give a folder") from None
+    if is_finished and not overwrite:
         raise ConfigError(f"{out} holds a finished build; give another folder, or overwrite=True")
 
 
