@@ -30,7 +30,7 @@ from loaders.online._save_build import require_place, save_build
 from loaders.online.encoded import Encode
 from loaders.online.lengths import LengthOptions, SampleLengths
 from loaders.online.reader import RecordReader
-from loaders.online.records import Transform
+from loaders.online.records import Transform, identity_of
 from loaders.plan.epoch_groups import PlannedBuild
 from loaders.plan.steps import Steps
 from loaders.plan.window_order import WindowOrder
@@ -210,7 +210,7 @@ class BalancedLoader(StepStream):
             _as_build(counter, self._lengths),
             self._lengths,
             self._settings(),
-            {"dataset": f"{len(records)} {counter.identity}", "window": self._window_identity()},
+            {"dataset": identity_of(records, counter), "window": self._window_identity()},
         )
         self._told = {"dataset": str(self._source.identity)}
         self._steps = Steps(self._source, config.step_config(), config.planner)

@@ -142,6 +142,7 @@ def run_arrays(said, folder):
         return encode_arrays(row)
 
     loader = open_arrays(micro_batches_per_step=2, encode=encode, workers=0, window=70)
+    encoded.clear()  # some are counted to tell the dataset from others
     loader.check_ranks()  # plans the first window
     said["measured"] = sorted(encoded)
     said["steps"] = per_step([loader])

@@ -161,6 +161,8 @@ def test_resumes_on_other_ranks(rows, folder):
     assert ranks[0].epoch == 1
     again = open_ranks(rows, 2, folder, state=states[0], **options)
     assert [[content(each) for each in step] for step in zip(*again, strict=True)] == given[1:]
+    with pytest.raises(ConfigError, match="give the loader the dataset, model and tokenizer of"):
+        open_ranks(rows[::-1], 2, folder, state=states[0], **options)
     alone = open_ranks(rows, 1, folder, state=states[0])
     names = [name for batch in batches_of(alone) for name in batch.sample_ids]
     first = [name for rank in given[0] for batch in rank for name in batch[0]]

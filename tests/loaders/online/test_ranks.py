@@ -73,6 +73,7 @@ def measure_together(said, folder, rows):
         dist.all_reduce(tensor)
         return tensor
 
+    counted.clear()  # some are counted to tell the dataset from others
     loader.check_ranks()  # plans the first window
     said["measured"] = sorted(counted)
     made = train([loader], reduce)
