@@ -141,6 +141,8 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
         chain = " -> ".join((*extended_by, name))
         raise ConfigError(f"presets extend each other in a circle: {chain}")
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
+    if not path.is_file() and name.endswith(".toml"):
+        raise ConfigError(f"no file {name}; give a {kind[:-1]} preset's name, or a .toml file")
     if not path.is_file():
         near = get_close_matches(name, preset_names(kind), 1)
         meant = "".join(f" (did you mean {each}?)" for each in near)

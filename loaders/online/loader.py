@@ -120,9 +120,9 @@ class PackingOptions(LoaderOptions, total=False):
     processor: Any
     encode: Encode | None
     cache_key: str | None
-    tokenizer: str | None
-    chat_template: str | None
-    data_root: str | None
+    tokenizer: str | Path | None
+    chat_template: str | Path | None
+    data_root: str | Path | None
     keep_columns: tuple[str, ...]
     transform: Transform | None
     max_tokens: int | None
@@ -149,11 +149,13 @@ class BalancedLoader(StepStream):
     """
 
     def __init__(
-        self, dataset: Any, *, model: str | None = None, **options: Unpack[PackingOptions]
+        self, dataset: Any, *, model: str | Path | None = None, **options: Unpack[PackingOptions]
     ) -> None:
         own = {field.name for field in fields(PackingConfig)}
-        packing = {name: value for name, value in options.items() if name in own}
-        loading: dict[str, Any] = {n: value for n, value in options.items() if n not in own}
+        given: dict[str, Any] = {"model": model, **options}
+        given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+        packing = {name: value for name, value in given.items() if name in own}
+        loading = {name: value for name, value in given.items() if name not in own}
         if wrong := [name for name in _OF_BUILDS if name in loading]:
             raise ConfigError(f"{wrong[0]} needs a build; leave it out, or use a StreamingLoader")
         check_names(LoaderConfig, loading, also=own)
@@ -163,7 +165,7 @@ class BalancedLoader(StepStream):
         config = LoaderConfig(**loading)
         rank, size = config.ranks()
         peers = config.peers()
-        self._packing = PackingConfig(model=model, **packing)  # type: ignore[arg-type]
+        self._packing = PackingConfig(**packing)
         _check_together(config, self._packing)
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)

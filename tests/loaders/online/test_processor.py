@@ -39,7 +39,7 @@ def test_an_instance_is_its_folder(tmp_path):
     for family in FAMILIES:
         folder = tmp_path / family
         processor = save_folder(family, folder)
-        by_folder, expected = run(rows, tmp_path, model=str(folder))
+        by_folder, expected = run(rows, tmp_path, model=folder)
         # made in memory, it knows no folder; loaded from it, it does
         by_both, found = run(rows, tmp_path, processor=processor, model=str(folder))
         assert found == expected, family
