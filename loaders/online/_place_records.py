@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,9 @@ class PlaceRecords(Records):
         return [self._record(row) for row in rows.tolist()]
 
     def fingerprint(self) -> str:
-        """Changes when the files do."""
-        return self.places.identity
+        """Changes when the files, the copies of records or some that `transform` gives do."""
+        copies = hashlib.sha256(self.places.rows.tobytes()).hexdigest()
+        return f"{self.places.identity} {copies} {super().fingerprint()}"
 
     def _record(self, row: int) -> RawRecord:
         record = self.places.record(row)

@@ -102,7 +102,8 @@ class Records:
         digest = hashlib.sha256(f"{len(self)}".encode())
         spread = np.linspace(0, max(0, len(self) - 1), min(len(self), FINGERPRINT_RECORDS))
         for value in self.take(np.unique(spread.astype(np.int64))):
-            text = json.dumps(value, sort_keys=True, default=_digest)
+            # of a `RawRecord` its content
+            text = json.dumps(getattr(value, "value", value), sort_keys=True, default=_digest)
             digest.update(text.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 

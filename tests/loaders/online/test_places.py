@@ -157,6 +157,32 @@ def test_records_are_read_once_and_again_when_files_change(tmp_path, cache, monk
     assert len(read) == 3
 
 
+def test_lengths_are_kept_for_the_same_copies_and_transform(tmp_path):
+    folder = write_dataset(tmp_path / "raw", records(tmp_path / "raw", 40, images=False))
+    mixture = tmp_path / "mixed.toml"
+    mixture.write_text('[[datasets]]\ndataset = "raw"\nrepeat = 0.5\n')
+
+    def longer(row):
+        turns = row["conversations"]
+        return row | {"conversations": [*turns[:1], turns[1] | {"value": turns[1]["value"] * 2}]}
+
+    cache, seen = tmp_path / "lengths", {}
+    for name, place, given in (
+        ("plain", folder, {}),
+        ("longer", folder, {"transform": longer}),
+        ("half", mixture, {}),
+        ("the other half", mixture, {"seed": 1}),
+    ):
+        found, loader, _ = loaded(place, lengths_cache=cache, **given)
+        assert not loader.rejected, name
+        seen[name] = found
+        again, loader, _ = loaded(place, lengths_cache=cache, **given)
+        assert (again, loader.report()["measured"]) == (found, len(found)), name
+    assert len(list(cache.glob("*.lengths"))) == 4
+    assert len(seen["half"]) == len(seen["the other half"]) == 20
+    assert seen["half"].keys() != seen["the other half"].keys()
+
+
 def test_bad_records_and_bad_places_are_named(tmp_path):
     rows = [record(number, answer="fine") for number in range(30)]
     rows[3] = record(3, ["../outside.png"])
