@@ -22,7 +22,7 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
-from packer.records.media import BLOB_SCHEME, Media, SampleProblem, from_base
+from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.records.user_map import load_map
@@ -169,7 +169,7 @@ class SampleCounter:
         look = partial(self._look_at_files, folder)
         if self._map is not None:
             records = chain.from_iterable(map(self._map.records_of, records))
-        parsed = [self._parse(record, source) for record in records]
+        parsed = [self._parse(record, source, root) for record in records]
         with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
         texts = iter(self._encode([one for one in looked_at if not isinstance(one, Rejected)]))
@@ -183,16 +183,16 @@ class SampleCounter:
             schema = staged_schema(kinds_in(str(row["extras"]) for row in rows if "extras" in row))
         return Counted(pa.Table.from_pylist(rows, schema=schema), bytes(blob.content))
 
-    def _parse(self, record: RawRecord, source: str) -> RawSample | Rejected:
+    def _parse(self, record: RawRecord, source: str, root: str) -> RawSample | Rejected:
         sample, keep = parse_record(record, source), self._settings.keep_columns
         if isinstance(sample, Rejected):
             return sample
-        if (base := self._settings.base) is not None:
-            images, videos, audios = (
-                tuple(from_base(media, base) for media in each)
-                for each in (sample.images, sample.videos, sample.audios)
-            )
-            sample = replace(sample, images=images, videos=videos, audios=audios)
+        base = self._settings.base
+        place = partial(below, root=root) if base is None else partial(from_base, base=base)
+        images, videos, audios = (
+            tuple(map(place, each)) for each in (sample.images, sample.videos, sample.audios)
+        )
+        sample = replace(sample, images=images, videos=videos, audios=audios)
         if not keep:
             return sample
         try:

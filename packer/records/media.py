@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import join, normpath
+from os.path import abspath, join, normpath
 from pathlib import PurePosixPath
 from typing import IO, Any, Protocol
 from urllib.parse import unquote_to_bytes
@@ -147,8 +147,23 @@ def _relative(name: str, kind: str) -> str:
         raise SampleProblem(f"{kind}_url", f"{name[:120]}: download it first and give its path")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise SampleProblem("outside_data_root", name[:120])
+        raise SampleProblem("outside_data_root", f"{name[:120]}: not below the data root")
     return name
+
+
+def below(media: Media, root: str) -> Media:
+    """A file by its path under the data root, if an absolute one leads there; else as it is.
+
+    >>> below(Media("/data/a/1.jpg"), "/data").name, below(Media("/etc/1.jpg"), "/data").name
+    ('a/1.jpg', '/etc/1.jpg')
+    """
+    if media.data is not None or media.container or not media.name.startswith("/"):
+        return media
+    if "://" in root:
+        return media
+    start = join(abspath(root), "")
+    frames = tuple(below(frame, root) for frame in media.frames)
+    return replace(media, name=media.name.removeprefix(start), frames=frames)
 
 
 def from_base(media: Media, base: str) -> Media:

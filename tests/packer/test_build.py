@@ -98,6 +98,21 @@ def test_json_lines_give_the_same_shards_as_an_array(dataset, built, tmp_path):
     assert digests(out)[name] == digests(built)[name]
 
 
+def test_absolute_paths_below_the_data_root_give_the_same_shards(tmp_path):
+    rows = good_records(tmp_path / "raw", count=20)
+    expected = build(write_dataset(tmp_path / "raw", rows), tmp_path / "relative", format="refs")
+    for row in rows:
+        names = row.get("image", [])
+        names = [names] if isinstance(names, str) else names
+        row["image"] = [str(tmp_path / "raw" / name) for name in names]
+    write_dataset(tmp_path / "other", rows)
+    build(tmp_path / "other", tmp_path / "below", data_root=str(tmp_path / "raw"), format="refs")
+    name = "shards/shard-00000.arrow"
+    assert digests(tmp_path / "below")[name] == digests(tmp_path / "relative")[name]
+    found = build(tmp_path / "other", tmp_path / "all", data_root="/", max_rejected=0.0)
+    assert found.totals["num_packed"] == expected.totals["num_packed"] == 20
+
+
 def test_shards_have_about_the_wished_size_and_hold_all_groups(tmp_path):
     folder = tmp_path / "raw"
     rows = []

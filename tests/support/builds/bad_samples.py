@@ -206,7 +206,7 @@ PATHS = [
     pointing("file name of 300 characters", "a" * 300, "unreadable_image"),
     pointing("link that leads to itself", "loop.png", "unreadable_image"),
     pointing("path with `../`", f"../{OUTSIDE}", "outside_data_root"),
-    pointing("absolute path", "/pictures/1.png", "outside_data_root"),
+    pointing("absolute path to elsewhere", "/pictures/1.png", "outside_data_root"),
     pointing("link out of the data root", "link.png", "outside_data_root"),
     used("the same with `--follow-links`", record("followed", ["followed.png"]), build="links"),
     pointing("path with a NUL character", "a\0.png", "outside_data_root"),
