@@ -332,6 +332,7 @@ _TABLES: dict[str, type[TransformerShape | AudioRule | MediaMarkup]] = {
     "audio_encoder": AudioEncoderShape,
     "video_markup": MediaMarkup,
 }
+_RULES: dict[str, dict[str, Any]] = {"vision": VISION_RULES, "video": VIDEO_RULES}
 
 
 def load_model(name: str) -> ModelPreset:
@@ -347,11 +348,8 @@ def load_dataset(name: str) -> DatasetPreset:
 
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     """Model preset from plain values, as a TOML file or a manifest holds them; checks every key."""
-    where = f"model preset {values.get('name', '?')}"
-    values = dict(values)
-    rules: tuple[tuple[str, dict[str, Any]], ...]
-    rules = ("vision", VISION_RULES), ("video", VIDEO_RULES)
-    for name, known in rules:
+    values, where = dict(values), f"model preset {values.get('name', '?')}"
+    for name, known in _RULES.items():
         if name == "vision" or values.get(name) is not None:
             values[name] = _rule_from_dict(known, dict(values.get(name, {})), name, where)
     values.setdefault("image_markup", {})
@@ -374,15 +372,13 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
     Options newer than version 0.1 are left out where they have their defaults, so that manifests
     of models that do not need them stay what they were.
     """
-    kept = ("vit", "llm")
-    values = {k: v for k, v in asdict(preset).items() if v is not None or k in kept}
+    values = {k: v for k, v in asdict(preset).items() if v is not None or k in ("vit", "llm")}
     for name in ("vision", "video", *_TABLES):
         if (part := getattr(preset, name)) is not None:
             values[name] = given_options(part)
-    for name, known in (("vision", VISION_RULES), ("video", VIDEO_RULES)):
+    for name, known in _RULES.items():
         if name in values:
-            kind = type(getattr(preset, name))
-            rule = next(name for name, each in known.items() if each is kind)
+            rule = next(own for own, each in known.items() if each is type(getattr(preset, name)))
             values[name] = {"rule": rule, **values[name]}
     return values
 
