@@ -148,7 +148,9 @@ class SampleLengths:
             context_len=model.context_len,
             flops=FlopsModel.of(model) if model.has_dimensions else None,
         )
-        self.explained = choice.lines
+        # the packer's option has another name
+        lines = (each.replace("your max_seq_len", "your max_tokens") for each in choice.lines)
+        self.explained = [each.replace("--max-seq-len ", "max_tokens=") for each in lines]
         return choice.limits
 
     def _padded_limits(self, counts: Counts) -> tuple[Limits, list[str]]:

@@ -240,6 +240,8 @@ def test_caps_are_chosen_and_said_why(rows, folder):
     next(iter(loader))
     assert loader.limits is not None
     assert "tokens" in loader.explained[0]
+    assert any("with max_tokens=" in line for line in loader.explained)
+    assert "max-seq-len" not in "".join(loader.explained)
     assert loader.report()["limits"]["max_seq_len"] == loader.limits.max_seq_len
     state = loader.state_dict()
     loader.close()
