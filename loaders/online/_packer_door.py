@@ -158,8 +158,8 @@ class _BlobsInMemory:
 class RecordCounter:
     """Counts records for one model and tokenizer."""
 
-    chunk_records = 1 << 30
-    """Records that are counted together."""
+    chunk_records = 128
+    """Records that are counted together: few, because each may have images of some megabytes."""
     row_bytes = 0
     empty_group = EMPTY_GROUP
 

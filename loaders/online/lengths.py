@@ -50,6 +50,8 @@ class LengthOptions:
     least: int
     """Samples that are measured before that share is looked at."""
     packing: bool = True
+    is_alone: bool = True
+    """Whether no other rank plans the same windows."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class SampleLengths:
         """Samples that cannot be used, by index; those that any rank has found."""
         self._unsent: list[RejectedSample] = []
         self.sources = table.sources
+        self._source_numbers = {name: number for number, name in enumerate(self.sources)}
         self.num_measured = int(np.count_nonzero(self._rows[:, STATUS]))
         """Samples whose lengths are known."""
 
@@ -111,6 +114,10 @@ class SampleLengths:
             raise DataError(errors[0])
         for place, part in enumerate(parts):
             self._add(samples[place::size], part)
+            self._note(part.rejected)
+        told = set(map(id, own.rejected))
+        with self._lock:
+            self._unsent = [each for each in self._unsent if id(each) not in told]
         self._check_rejected()
         return np.asarray(self._rows[samples, STATUS] == USABLE)
 
@@ -203,9 +210,11 @@ class SampleLengths:
     def lose(self, lost: Sequence[RejectedSample]) -> None:
         """Note samples that this rank could not read after they were measured."""
         with self._lock:
-            self._unsent += lost
-        if self._exchange is None:
+            self._unsent += lost if self._exchange is not None else []
+        if self._exchange is None and self._options.is_alone:
             self._note(lost)
+        elif self._exchange is None:  # still planned: other ranks cannot know it
+            self.rejected |= {each.index: each for each in lost}
 
     def source_shares(self) -> dict[str, float]:
         """Share of each source in the usable samples that are measured."""
@@ -217,14 +226,15 @@ class SampleLengths:
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> _Part:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
         unknown = samples[self._rows[samples, STATUS] == UNKNOWN]
-        rejected: list[RejectedSample] = []
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
                 chunk = unknown[first : first + self._counter.chunk_records]
                 if is_cancelled():
                     raise Cancelled
                 self._add(chunk, part := _part_of(self._measure(chunk)))
-                rejected += part.rejected
+                self._note(part.rejected)
+                with self._lock:  # until all ranks have it, since this window may be given up
+                    self._unsent += part.rejected
         except Cancelled:
             raise
         except Exception as error:
@@ -232,24 +242,26 @@ class SampleLengths:
                 raise
             reason = f"{type(error).__name__}: {error}"
             return _Part(np.zeros((0, ROW), np.int32), [], error=f"one rank failed: {reason}")
+        rows = self._rows[samples]
+        numbers, rows[:, SOURCE] = np.unique(rows[:, SOURCE], return_inverse=True)
         with self._lock:
-            unsent, self._unsent = self._unsent, []
-        return _Part(self._rows[samples], list(self.sources), rejected + unsent)
+            return _Part(rows, [self.sources[each] for each in numbers], [*self._unsent])
 
     def _add(self, samples: IntArray, part: _Part) -> None:
-        """Take over what a rank measured."""
-        numbers = []
-        for name in part.sources:
-            if name not in self.sources:
-                self.sources.append(name)
-            numbers.append(self.sources.index(name))
-        is_new = self._rows[samples, STATUS] == UNKNOWN
-        rows = part.rows[is_new].copy()
-        if len(rows):
-            rows[:, SOURCE] = np.array(numbers, np.int32)[rows[:, SOURCE]]
-            self._saved.set(samples[is_new], rows)
-            self.num_measured += len(rows)
-        self._note(part.rejected)
+        """Take over the rows of a part, known ones too, so that all ranks have the same."""
+        if not len(samples):
+            return
+        with self._lock:
+            for name in part.sources:
+                if self._source_numbers.setdefault(name, len(self.sources)) == len(self.sources):
+                    self.sources.append(name)
+            numbers = [self._source_numbers[name] for name in part.sources]
+        rows, known = part.rows.copy(), self._rows[samples]
+        rows[:, SOURCE] = np.array(numbers, np.int32)[rows[:, SOURCE]]
+        is_other = (rows != known).any(axis=1)
+        if is_other.any():
+            self._saved.set(samples[is_other], rows[is_other])
+        self.num_measured += int(np.count_nonzero(known[:, STATUS] == UNKNOWN))
 
     def _note(self, rejected: Sequence[RejectedSample]) -> None:
         for each in rejected:
@@ -258,12 +270,13 @@ class SampleLengths:
 
     def _check_rejected(self) -> None:
         """DataError if too many samples cannot be used; the same on all ranks."""
-        found = Counter(each.reason for each in self.rejected.values())
+        rejected = [*self.rejected.values()]  # threads that read may add others
+        found = Counter(each.reason for each in rejected)
         number = sum(count for reason, count in found.items() if reason not in BY_CHOICE)
         most, measured = self._options.max_rejected, self.num_measured
         if number > most * measured and measured >= min(self._options.least, len(self)):
             listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common(5))
-            first = next(each for each in self.rejected.values() if each.reason not in BY_CHOICE)
+            first = next(each for each in rejected if each.reason not in BY_CHOICE)
             raise DataError(
                 f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
                 f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "

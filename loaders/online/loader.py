@@ -205,6 +205,7 @@ class BalancedLoader(StepStream):
             seed=config.seed,
             least=packing.window,
             packing=packing.packing,
+            is_alone=config.dp_world_size == 1,
         )
         self._lengths = SampleLengths(counter, reader.measure, table, exchange, options)
         reader.lengths = self._lengths

@@ -2,13 +2,20 @@
 
 import os
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from tiny_vlm import TinyVLM, accumulate
 
 from balance.errors import ConfigError, DataError
 from loaders import BalancedLoader
+from loaders.online._exchange import Cancelled, RankExchange
+from loaders.online._packer_door import RejectedSample
 from loaders.ranks import RankMissing
 from packer.verify import require_intact, verify_build
 from support.builds.packed import quiet
@@ -177,3 +184,53 @@ def test_evaluations_of_two_ranks_are_whole_passes(tmp_path):
     assert not (tmp_path / "packed-1").exists()
     require_intact(verify_build(str(tmp_path / "packed-0"), quiet(), workers=1))
     assert sorted(built_samples(tmp_path / "packed-0")) == passes[4]
+
+
+def lengths_of_ranks(rows, world, **changes):
+    """The lengths of loaders of ranks that are threads here, with what joins them."""
+    store, made = dist.HashStore(), []
+    for rank in range(world):
+        (loader,) = open_ranks(rows, 1, ".", max_rejected=1.0, **changes)
+        with (
+            mock.patch.object(dist, "get_rank", return_value=rank),
+            mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
+        ):
+            loader._lengths._exchange = RankExchange(range(world), timeout_s=10.0)
+        made.append(loader._lengths)
+    return made
+
+
+def test_what_a_rank_rejects_is_told_after_an_iterator_that_was_given_up():
+    rows = [record(n, answer="word " * 9) | {"source": f"kind {n}"} for n in range(90)]
+    rows[4] = {}
+    ranks, samples = lengths_of_ranks(rows, 3), np.arange(30)
+    with pytest.raises(Cancelled):
+        ranks[1].measure(samples, iter([False, True]).__next__)
+    ranks[1].lose([RejectedSample(7, "s7", "kind 7", "record_changed", "other tokens")])
+    for window in (samples, samples + 30):
+        with ThreadPoolExecutor(3) as pool:
+            usable = list(pool.map(lambda each, w=window: each.measure(w, bool).tolist(), ranks))
+        assert usable[0] == usable[1] == usable[2]
+    assert [sorted(each.rejected) for each in ranks] == [[4, 7]] * 3
+    assert [each.num_measured for each in ranks] == [60] * 3
+    assert ranks[0].source_shares() == ranks[2].source_shares()
+    # a part names its own sources, not all that are known
+    assert len(ranks[1]._part(np.arange(3), bool).sources) == 3
+
+
+def test_ranks_that_tell_nobody_plan_the_same_when_one_loses_a_sample(tmp_path):
+    rows = records(tmp_path, 40)
+    write_image(tmp_path / "breaks.jpg", 50, 40, seed=0)
+    rows[3] = record(3, ["breaks.jpg"])
+    ranks = open_ranks(rows, 2, tmp_path, workers=0, window=100, max_rejected=0.5, epochs=3)
+    seen = Counter()
+    for number, step in enumerate(zip(*ranks, strict=True)):
+        if not number:
+            (tmp_path / "breaks.jpg").write_bytes(b"no picture any more")
+            for loader in ranks:
+                loader._reader._places.clear()  # read again, as in a larger dataset
+        seen.update(name for batches in step for batch in batches for name in batch.sample_ids)
+    assert set(seen.values()) <= {3, 1}
+    assert sum(seen.values()) >= 39 * 3
+    found = [loader.rejected for loader in ranks]
+    assert {each.sample_id for own in found for each in own} <= {"s3"}
