@@ -210,7 +210,12 @@ class SampleCounter:
                 videos = [self._files.count_video(root, each) for each in sample.videos]
             audios = self._files.count_audios(root, sample.audios)
         except SampleProblem as problem:
-            return _reject(sample, problem.reason, problem.detail)
+            files = chain(sample.images, sample.videos, sample.audios)
+            files = chain.from_iterable((each, *each.frames) for each in files)
+            names = tuple(each.name for each in files if each.name and each.data is None)
+            # with a base, names are under `/`, and a user's have it
+            is_cut = self._settings.base is not None and problem.detail.startswith(names)
+            return _reject(sample, problem.reason, "/" * is_cut + problem.detail)
         return sample, images, videos, audios
 
     def _encode(self, samples: list[_Usable]) -> list[EncodedText | TextRejected]:

@@ -192,6 +192,8 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
         3: "longer_than_max_seq_len",
         4: "not_an_object",
     }
+    details = {each.reason: each.detail for each in loader.rejected}
+    assert details["missing_image"] == str(folder / "images" / "missing.jpg")
     report = loader.report()
     assert report["rejected"] == dict.fromkeys(reasons.values(), 1)
     assert report["measured"] == len(rows) + 5
