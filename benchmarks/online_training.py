@@ -38,16 +38,16 @@ from statistics import median
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "online_runs"), str(HERE.parent), str(HERE.parent / "tests")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
-from many_ranks import Cost, fit, rates  # noqa: E402
-from methods import Task, loads  # noqa: E402
-from model import save_model  # noqa: E402
 from online import datasets, open_odb  # noqa: E402
+from online_runs.many_ranks import Cost, fit, rates  # noqa: E402
+from online_runs.methods import Task, loads  # noqa: E402
+from online_runs.model import save_model  # noqa: E402
+from online_runs.padded import best_size  # noqa: E402
+from online_runs.rank import run_rank  # noqa: E402
+from online_runs.records import Records, write_records  # noqa: E402
 from order import Data  # noqa: E402
-from padded import best_size  # noqa: E402
-from rank import run_rank  # noqa: E402
-from records import Records, write_records  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -88,6 +88,8 @@ def main() -> int:
         save_model(place / "model")
         known = list(datasets(None))
         for number, samples in zip(DATASETS, options.samples, strict=True):
+            if not samples:
+                continue
             folder = place / f"data{number}"
             folder.mkdir()
             records = write_records(folder, known[number], samples, place / "model")
@@ -97,7 +99,10 @@ def main() -> int:
                 for name, task in tasks.items():
                     out = folder / f"{name}-{turn}"
                     out.mkdir()
-                    runs[name].append(run(task, out))
+                    runs[name].append(found := run(task, out))
+                    console.print(
+                        f"{records.name}, {name}: {found.rate:.2f} samples/s", style="dim"
+                    )
             console.print(as_table(records, tasks, runs))
             line, error = fit(
                 [cost for each in runs.values() for own in each for cost in own.costs]
@@ -113,7 +118,9 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--samples", type=int, nargs=2, default=[512, 256], help="of each dataset")
+    parser.add_argument(
+        "--samples", type=int, nargs=2, default=[512, 256], help="of each dataset; 0: not it"
+    )
     parser.add_argument("--odb", type=Path, help="where ODB is, or is to be installed")
     return parser.parse_args()
 

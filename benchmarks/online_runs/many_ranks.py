@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from online import DEFAULT_WINDOW, ODB_BUFFERS, Steps, odb_steps, our_steps
 from order import Data
-from padded import best_size, padded_batches
-from records import FACTOR
 
 from balance.types import FloatArray
+from online_runs.padded import best_size, padded_batches
+from online_runs.records import FACTOR
 
 Cost = tuple[int, int, int, float]
 """1, tokens, tiles and seconds of a micro-batch."""

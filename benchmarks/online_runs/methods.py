@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from padded import Loads, padded_batches
-from records import Records
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from loaders import BalancedLoader
@@ -24,6 +22,8 @@ from loaders.batch.model_inputs.inputs import model_inputs
 from loaders.config import LoaderConfig
 from loaders.online._packer_door import RecordCounter
 from loaders.plan.step_plan import StepTotals
+from online_runs.padded import Loads, padded_batches
+from online_runs.records import Records
 
 ODB_WORKERS, ODB_PREFETCH = 4, 64
 """Of its README."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import SIDE, TILE_TOKENS
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, InternVLConfig, InternVLForConditionalGeneration
 from transformers.masking_utils import AttentionMaskInterface
 
+from online_runs.records import SIDE, TILE_TOKENS
 from support.models.saved_folders import IMAGENET, Family, save_family
 
 VISION = {

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from methods import Batch, Task, batches
-from model import open_model
+
+from online_runs.methods import Batch, Task, batches
+from online_runs.model import open_model
 
 LEARNING_RATE = 1e-4
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

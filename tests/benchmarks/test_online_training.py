@@ -1,0 +1,64 @@
+"""`benchmarks/online_training.py`: what its methods share, and its predictions."""
+
+import numpy as np
+import online
+import online_training
+import pytest
+import torch
+from online_runs import many_ranks, padded
+from order import with_caps
+
+
+def test_packed_and_padded_rows_have_the_logits_of_each_sample_alone(tmp_path):
+    from online_runs import model  # noqa: PLC0415  imports transformers
+
+    model.save_model(tmp_path)
+    vlm = model.open_model(tmp_path)
+    samples = [torch.randint(5, 500, (length,)) for length in (9, 4, 6)]
+
+    def logits_of(rows, spans, positions=None):
+        found = vlm(input_ids=rows, position_ids=positions, spans=spans, use_cache=False)
+        return found.logits.double()
+
+    alone = [logits_of(each[None], [[len(each)]])[0] for each in samples]
+    positions = torch.cat([torch.arange(len(each)) for each in samples])[None]
+    packed = logits_of(torch.cat(samples)[None], [[9, 4, 6]], positions)[0]
+    assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
+    rows = torch.zeros((3, 9), dtype=torch.long)
+    for row, each in zip(rows, samples, strict=True):
+        row[: len(each)] = each
+    for found, expected in zip(logits_of(rows, [[9], [4], [6]]), alone, strict=True):
+        assert torch.allclose(found[: len(expected)], expected, atol=1e-5)
+
+
+def test_padded_batches_are_as_large_as_the_caps_allow():
+    rng = np.random.default_rng(0)
+    loads = rng.integers(1, 6, 200), rng.integers(20, 200, 200)
+    for method in ("random", "grouped"):
+        size, accumulation = padded.best_size(method, loads, (100, 1_000))
+        sizes = []
+        for each in (size, size + 1):
+            batches = padded.padded_batches(method, loads, each, 1)
+            assert sorted(sample for batch in batches for sample in batch) == list(range(200))
+            sizes.append(max(len(batch) * loads[1][batch].max() for batch in batches))
+        assert sizes[0] <= 1_000 < sizes[1], method
+        # a step has as many samples as a packed one, about
+        assert abs(size * accumulation - 200 * 1_000 / loads[1].sum()) <= size
+
+
+def test_more_ranks_are_predicted_by_a_line_through_what_was_measured():
+    line = np.array([0.01, 0.001, 0.02])
+    rng = np.random.default_rng(0)
+    loads = np.stack([np.ones(50), rng.integers(100, 1_000, 50), rng.integers(0, 9, 50)], axis=1)
+    found, error = many_ranks.fit([(*row, float(row @ line)) for row in loads])
+    assert found == pytest.approx(line)
+    assert error < 1e-9
+    tiles = np.ones(64, np.int64)
+    data = with_caps("equal", tiles, tiles * 400, tiles * 9, np.zeros(64, np.int64), 800)
+    steps, _ = online.our_steps(data, 2, 64)
+    assert {len(batch) for step in steps for batch in step} == {2}
+    # 16 steps of two samples of 100 tokens and one tile on each rank
+    expected = 64 / 16 / (line @ (1, 200, 2))
+    assert many_ranks._rate(steps, data, line, is_padded=False) == pytest.approx(expected)
+    found = {"ours": 10.0, "ODB, 256": 5.0, "random, 1 x 2": 8.0}
+    assert len(online_training.judge_many(data, found)) == 1
