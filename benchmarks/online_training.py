@@ -15,10 +15,12 @@ batches of as many samples as never exceed the caps, with gradients accumulated 
 about as many samples as ours: in random order, and grouped by length as Trainer does, with lengths
 that are known for free.
 
-first: from making the loader to the first batch. rate: samples per second after it. waits: share of
-that time in which the training thread waits for a batch. memory: of a rank with its worker
-processes, shared pages divided by those who share them. Exit status 1 if a goal of `GOALS` is
-missed.
+samples/s: by CPU time, so that others on the machine do not count: a step takes as long as the
+slowest rank's forward and backward passes, and what else a rank and its workers do on its core is
+added. wall: by the clock, from the first batch on. first: from making the loader to the first
+batch, in a process that has imported all. waits: share of the clock's time in which the training
+thread waits for a batch. MB: of a rank with its workers, shared pages divided by those who share
+them. Exit status 1 if a goal of `GOALS` is missed.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Found:
     """Figures of a run of a method."""
 
     rate: float
+    wall_rate: float
     token_rate: float
     padding: float
     first_s: float
@@ -103,7 +106,7 @@ def main() -> int:
                     console.print(
                         f"{records.name}, {name}: {found.rate:.2f} samples/s", style="dim"
                     )
-            console.print(as_table(records, tasks, runs))
+                console.print(as_table(records, tasks, runs))
             line, error = fit(
                 [cost for each in runs.values() for own in each for cost in own.costs]
             )
@@ -163,11 +166,14 @@ def run(task: Task, out: Path) -> Found:
     if not set(samples) == set(range(len(task.records.rows))):
         raise SystemExit(f"{task.method}: {len(set(samples))} of {len(task.records.rows)} samples")
     seconds = max(each["seconds"] for each in found)
+    ranks_steps = zip(*(each["steps"] for each in found), strict=True)
+    busy_s = sum(map(max, ranks_steps)) + max(each["other_s"] for each in found)
     tokens, padded = (sum(each[name] for each in found) for name in ("tokens", "padded"))
     extra = {name: found[0][name] for name in ("planning_s", "first_window_s") if name in found[0]}
     return Found(
-        rate=len(samples) / seconds,
-        token_rate=tokens / seconds,
+        rate=len(samples) / busy_s,
+        wall_rate=len(samples) / seconds,
+        token_rate=tokens / busy_s,
         padding=1 - tokens / padded,
         first_s=max(each["first_s"] for each in found),
         waits=float(np.mean([each["waited_s"] / each["seconds"] for each in found])),
@@ -216,13 +222,21 @@ def own_mb(process: int) -> float:
 def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Found]]) -> Table:
     caps = f"{records.max_tokens:,} tokens and {records.max_vision} tiles of a quarter"
     table = Table(title=f"{records.name}: caps {caps}, {len(records.rows):,} samples")
-    heads = ("samples/s", "ours / it", "range", "tokens/s", "padding", "first, s", "waits")
+    heads = ("samples/s", "ours / it", "range", "wall", "tokens/s", "padding", "first, s", "waits")
     for head in ("method", *heads, "MB", "micro-steps"):
         table.add_column(head, justify="left" if head == "method" else "right")
     for name, found in runs.items():
         values = {
             field: median(getattr(each, field) for each in found)
-            for field in ("rate", "token_rate", "padding", "first_s", "waits", "memory_mb")
+            for field in (
+                "rate",
+                "wall_rate",
+                "token_rate",
+                "padding",
+                "first_s",
+                "waits",
+                "memory_mb",
+            )
         }
         ratios = ratios_of(runs, name)
         task = tasks[name]
@@ -231,6 +245,7 @@ def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Foun
             shown if name in ("random", "grouped") else name,
             *(f"{values['rate']:.2f}", f"{median(ratios):.2f}"),
             f"{min(ratios):.2f} - {max(ratios):.2f}",
+            f"{values['wall_rate']:.2f}",
             *(f"{values['token_rate']:,.0f}", f"{values['padding']:.1%}"),
             *(f"{values['first_s']:.2f}", f"{values['waits']:.1%}"),
             *(f"{values['memory_mb']:.0f}", f"{found[0].micro_steps}"),

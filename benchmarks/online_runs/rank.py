@@ -61,6 +61,7 @@ def train(
     weights = [each for each in model.parameters() if each.requires_grad]
     done: list[Batch] = []
     costs: list[tuple[int, int, int, float]] = []
+    steps: list[float] = []
     waits, first_s = [], 0.0
     while True:
         own = []
@@ -71,7 +72,7 @@ def train(
             if not done and not own:
                 first_s = time.perf_counter() - begun
                 dist.barrier()
-                began = time.perf_counter()  # all have their first batch
+                began, used_s = time.perf_counter(), cpu_seconds(os.getpid())  # all have a batch
             if batch is None:
                 break
             tiles = len(batch.inputs.get("pixel_values", ()))
@@ -81,6 +82,7 @@ def train(
             batch.inputs = {"input_ids": batch.inputs["input_ids"]}
             own.append(batch)
         done += own
+        steps.append(sum(seconds for *_, seconds in costs[-len(own) :]) if own else 0.0)
         if not sum_gradients(weights, bool(own)):
             break
         optimizer.step()
@@ -91,10 +93,24 @@ def train(
         "waited_s": sum(waits[1:]),
         "micro_batches": len(done),
         "costs": costs,
+        "steps": steps,
+        "other_s": cpu_seconds(os.getpid()) - used_s - sum(steps),
         "samples": [name for batch in done for name in batch.samples],
         "tokens": sum(batch.tokens for batch in done),
         "padded": sum(batch.padded for batch in done),
     }
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process and all that it has started."""
+    place = Path(f"/proc/{process}")
+    try:
+        fields = (place / "stat").read_text().rpartition(")")[2].split()
+        children = (place / f"task/{process}/children").read_text().split()
+    except OSError:
+        return 0.0
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own, and of ended children
+    return own + sum(cpu_seconds(int(child)) for child in children)
 
 
 def sum_gradients(weights: list[torch.nn.Parameter], has_batch: bool) -> bool:
