@@ -15,12 +15,12 @@ batches of as many samples as never exceed the caps, with gradients accumulated 
 about as many samples as ours: in random order, and grouped by length as Trainer does, with lengths
 that are known for free.
 
-samples/s: by CPU time, so that others on the machine do not count: a step takes as long as the
-slowest rank's forward and backward passes, and what else a rank and its workers do on its core is
-added. wall: by the clock, from the first batch on. first: from making the loader to the first
-batch, in a process that has imported all. waits: share of the clock's time in which the training
-thread waits for a batch. MB: of a rank with its workers, shared pages divided by those who share
-them. Exit status 1 if a goal of `GOALS` is missed.
+samples/s: by CPU time: a step takes as long as the slowest rank's forward and backward passes, and
+what else a rank and its workers do on its core is added. passes: the share of the first of the two.
+wall: by the clock, from the first batch on, which needs a machine that nobody else uses. first:
+from making the loader to the first batch, in a process that has imported all. waits: share of the
+clock's time in which the training thread waits for a batch. MB: of a rank with its workers, shared
+pages divided by those who share them. Exit status 1 if a goal of `GOALS` is missed.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Found:
 
     rate: float
     wall_rate: float
-    token_rate: float
     padding: float
     first_s: float
+    passes: float
     waits: float
     memory_mb: float
     micro_steps: int
@@ -84,7 +84,7 @@ class Found:
 
 def main() -> int:
     options = parse()
-    console, missed = Console(width=120), []
+    console, missed = Console(width=132), []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         grouping = open_odb(options.odb or place / "odb")
@@ -166,16 +166,16 @@ def run(task: Task, out: Path) -> Found:
     if not set(samples) == set(range(len(task.records.rows))):
         raise SystemExit(f"{task.method}: {len(set(samples))} of {len(task.records.rows)} samples")
     seconds = max(each["seconds"] for each in found)
-    ranks_steps = zip(*(each["steps"] for each in found), strict=True)
-    busy_s = sum(map(max, ranks_steps)) + max(each["other_s"] for each in found)
+    passes_s = sum(map(max, zip(*(each["steps"] for each in found), strict=True)))
+    busy_s = passes_s + max(each["other_s"] for each in found)
     tokens, padded = (sum(each[name] for each in found) for name in ("tokens", "padded"))
     extra = {name: found[0][name] for name in ("planning_s", "first_window_s") if name in found[0]}
     return Found(
         rate=len(samples) / busy_s,
         wall_rate=len(samples) / seconds,
-        token_rate=tokens / busy_s,
         padding=1 - tokens / padded,
         first_s=max(each["first_s"] for each in found),
+        passes=passes_s / busy_s,
         waits=float(np.mean([each["waited_s"] / each["seconds"] for each in found])),
         memory_mb=memory.most_mb,
         micro_steps=max(each["micro_batches"] for each in found),
@@ -222,7 +222,7 @@ def own_mb(process: int) -> float:
 def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Found]]) -> Table:
     caps = f"{records.max_tokens:,} tokens and {records.max_vision} tiles of a quarter"
     table = Table(title=f"{records.name}: caps {caps}, {len(records.rows):,} samples")
-    heads = ("samples/s", "ours / it", "range", "wall", "tokens/s", "padding", "first, s", "waits")
+    heads = ("samples/s", "ours / it", "range", "wall", "passes", "padding", "first, s", "waits")
     for head in ("method", *heads, "MB", "micro-steps"):
         table.add_column(head, justify="left" if head == "method" else "right")
     for name, found in runs.items():
@@ -231,7 +231,7 @@ def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Foun
             for field in (
                 "rate",
                 "wall_rate",
-                "token_rate",
+                "passes",
                 "padding",
                 "first_s",
                 "waits",
@@ -246,7 +246,7 @@ def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Foun
             *(f"{values['rate']:.2f}", f"{median(ratios):.2f}"),
             f"{min(ratios):.2f} - {max(ratios):.2f}",
             f"{values['wall_rate']:.2f}",
-            *(f"{values['token_rate']:,.0f}", f"{values['padding']:.1%}"),
+            *(f"{values['passes']:.0%}", f"{values['padding']:.1%}"),
             *(f"{values['first_s']:.2f}", f"{values['waits']:.1%}"),
             *(f"{values['memory_mb']:.0f}", f"{found[0].micro_steps}"),
         )
