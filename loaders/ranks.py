@@ -127,6 +127,11 @@ class RankChecks:
         self._place, self._loader, self._round = f"isobatch/ranks/{digest}", 0, 0
         self._refused = False
 
+    @property
+    def num_compared(self) -> int:
+        """Comparisons so far, the same number on every rank between two of them."""
+        return self._round
+
     def compare(self, fields: Mapping[str, str]) -> None:
         """Wait for all ranks. ConfigError on all if any tells others' fields; see `RankMissing`."""
         if not dist.is_initialized():

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from loaders.online._packer_door import (
     RejectedSample,
     choose_limits,
 )
+from loaders.plan.epoch_groups import PlannedBuild
 
 
 class Measure(Protocol):
@@ -62,6 +64,8 @@ class _Part:
     sources: list[str]
     rejected: list[RejectedSample] = field(default_factory=list)
     error: str = ""
+    rank: int = 0
+    """Of whom these samples are the share."""
 
 
 class SampleLengths:
@@ -79,6 +83,7 @@ class SampleLengths:
         self._counter, self._measure = counter, measure
         self._rows, self._saved = table.rows, table
         self._exchange, self._options = exchange, options
+        self._rank = 0 if exchange is None else exchange.rank
         self._lock = threading.Lock()
         self.explained: list[str] = []
         """How caps were chosen."""
@@ -93,8 +98,14 @@ class SampleLengths:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def as_build(self) -> PlannedBuild:
+        """What planning asks of a build: each sample as a stored group of its own."""
+        samples = SimpleNamespace(offsets=_Identity(), column=self.column)
+        manifest = SimpleNamespace(model=self._counter.model)
+        return cast("PlannedBuild", SimpleNamespace(manifest=manifest, samples=samples))
+
     def measure(
-        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: int = 0
+        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: object = 0
     ) -> BoolArray:
         """Learn what samples cost, together with all ranks; -> which of them can be used.
 
@@ -104,16 +115,15 @@ class SampleLengths:
         DataError on all ranks if measuring fails on one, or too many samples cannot be used.
         """
         exchange = self._exchange
-        rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
-        own = self._part(samples[rank::size], is_cancelled)
+        own = self._part(self._share(samples, self._rank), is_cancelled)
         parts = [own]
         if exchange is not None:
             key = f"{epoch}/{blake2b(samples.tobytes(), digest_size=12).hexdigest()}"
             parts = exchange.all_gather(key, own, is_cancelled)
         if errors := [part.error for part in parts if part.error]:
             raise DataError(errors[0])
-        for place, part in enumerate(parts):
-            self._add(samples[place::size], part)
+        for part in parts:
+            self._add(self._share(samples, part.rank), part)
             self._note(part.rejected)
         told = set(map(id, own.rejected))
         with self._lock:
@@ -223,6 +233,10 @@ class SampleLengths:
         shares = numbers / max(1, int(numbers.sum()))
         return dict(zip(self.sources, shares.tolist(), strict=True))
 
+    def _share(self, samples: IntArray, rank: int) -> IntArray:
+        """The samples that one rank measures."""
+        return samples[rank :: 1 if self._exchange is None else self._exchange.size]
+
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> _Part:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
         unknown = samples[self._rows[samples, STATUS] == UNKNOWN]
@@ -245,7 +259,8 @@ class SampleLengths:
         rows = self._rows[samples]
         numbers, rows[:, SOURCE] = np.unique(rows[:, SOURCE], return_inverse=True)
         with self._lock:
-            return _Part(rows, [self.sources[each] for each in numbers], [*self._unsent])
+            names = [self.sources[each] for each in numbers]
+            return _Part(rows, names, [*self._unsent], rank=self._rank)
 
     def _add(self, samples: IntArray, part: _Part) -> None:
         """Take over the rows of a part, known ones too, so that all ranks have the same."""
@@ -282,6 +297,13 @@ class SampleLengths:
                 f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "
                 "Repair the data, or raise max_rejected"
             )
+
+
+class _Identity:
+    """What borders of groups of one sample are."""
+
+    def __getitem__(self, groups: IntArray) -> IntArray:
+        return groups
 
 
 def _part_of(counted: CountedRecords) -> _Part:

@@ -10,28 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn, Unpack, cast
+from typing import Any, Literal, NoReturn, Unpack, cast
 
 from balance.config import check_names, check_types
 from balance.errors import ConfigError, first_line
-from balance.types import IntArray, Limits
+from balance.types import Limits
 from loaders.config import LoaderConfig, LoaderOptions
 from loaders.online._exchange import RankExchange
 from loaders.online._length_table import LengthTable
 from loaders.online._open_counter import open_counter
-from loaders.online._packer_door import RecordCounter, RejectedSample, write_page
+from loaders.online._packer_door import RejectedSample, write_page
 from loaders.online._place_records import open_records
 from loaders.online._save_build import require_place, save_build
 from loaders.online.encoded import Encode
 from loaders.online.lengths import LengthOptions, SampleLengths
-from loaders.online.reader import RecordReader
+from loaders.online.own.items import of_items
+from loaders.online.own.lengths import OwnLengths
+from loaders.online.own.windows import OwnWindows
+from loaders.online.reader import KEPT_BYTES, RecordReader
 from loaders.online.records import Transform, identity_of
-from loaders.plan.epoch_groups import PlannedBuild
 from loaders.plan.steps import Steps
 from loaders.plan.window_order import WindowOrder
 from loaders.plan.windows import WindowGroups, WindowSettings
@@ -46,6 +48,8 @@ BALANCE = 0.9
 """Default `balance`: groups are others in every epoch, so steps do not repeat as those of a build
 would.
 """
+OWN_SHARE = 8
+"""With `measure="own"` a rank loads 1 / this of `window` at a time, on any number of ranks."""
 _OF_BUILDS = (
     *("split", "filter", "limit", "mixing_weights", "regroup", "image_root"),
     *("storage", "regroup_window", "validation_fraction"),
@@ -82,6 +86,10 @@ class PackingConfig:
     transform: Transform | None = None
     """Function record -> record, called for each record before it is measured or read; it must give
     the same each time.
+    """
+    measure: Literal["together", "own"] = "together"
+    """"own": each rank packs what it has loaded itself, where items are samples already, with
+    `input_ids`, and so have a length only once they are loaded.
     """
     max_tokens: int | None = None
     """LLM tokens of a micro-batch at most; None: chosen by the first window (`explained`)."""
@@ -125,6 +133,7 @@ class PackingOptions(LoaderOptions, total=False):
     data_root: str | Path | None
     keep_columns: tuple[str, ...]
     transform: Transform | None
+    measure: Literal["together", "own"]
     max_tokens: int | None
     max_vision: int | None
     packing: bool
@@ -141,7 +150,8 @@ class BalancedLoader(StepStream):
     conversations with their images and audio files as `packer build` takes them; or the name or
     place of what `packer build --dataset` takes, whose records are then read into a cache
     (`packer.count.record_table`). What a sample costs is said by `model` (a preset, a folder or a
-    Hub id), by a `processor`, or by `encode`, a function that gives the sample of any record.
+    Hub id), by a `processor`, or by `encode`, a function that gives the sample of any record. With
+    `measure="own"` items may be samples already.
 
     All ranks make the loader at the same place of their programs, and iterate together. Without
     torch.distributed, `dp_rank` and `dp_world_size` may be given: each rank then measures all
@@ -183,6 +193,8 @@ class BalancedLoader(StepStream):
         """The beginning of the first epoch."""
         packing, config = self._packing, self._config
         is_leader = exchange.rank == 0 if exchange is not None else config.dp_rank == 0
+        if packing.measure == "own":
+            packing = self._packing = of_items(dataset, packing, config)
         records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
         if not len(records):
             raise ConfigError("the dataset has no records")
@@ -192,12 +204,6 @@ class BalancedLoader(StepStream):
         self.video_token_id = counter.tokenizer.video_token_id
         self.audio_token_id = counter.tokenizer.audio_token_id
         self._records, self._is_leader = records, is_leader
-        reader = RecordReader(
-            records, counter, packing.keep_columns, may_lose=config.on_error == "skip"
-        )
-        table = LengthTable.open(
-            packing.lengths_cache, records, counter.identity, may_write=is_leader
-        )
         options = LengthOptions(
             max_tokens=packing.max_tokens,
             max_vision=packing.max_vision,
@@ -207,14 +213,24 @@ class BalancedLoader(StepStream):
             packing=packing.packing,
             is_alone=config.dp_world_size == 1,
         )
-        self._lengths = SampleLengths(counter, reader.measure, table, exchange, options)
-        reader.lengths = self._lengths
-        self._source = WindowGroups(
-            _as_build(counter, self._lengths),
-            self._lengths,
-            self._settings(),
-            {"dataset": identity_of(records, counter), "window": self._window_identity()},
+        is_own, may_lose = packing.measure == "own", config.on_error == "skip"
+        kept_bytes = sys.maxsize if is_own else KEPT_BYTES
+        extras = packing.keep_columns
+        reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept_bytes)
+        table = LengthTable.open(
+            packing.lengths_cache, records, counter.identity, may_write=is_leader
         )
+        reader.lengths = lengths = (OwnLengths if is_own else SampleLengths)(
+            counter, reader.measure, table, exchange, options
+        )
+        if isinstance(lengths, OwnLengths):
+            lengths.open(reader, config.ranks(), self._checks)
+        # items that are loaded may be others each time
+        own = f"{len(records)} {counter.identity}" if is_own else identity_of(records, counter)
+        identity: dict[str, object] = {"dataset": own, "window": self._window_identity()}
+        windows = OwnWindows if is_own else WindowGroups
+        self._lengths = lengths
+        self._source = windows(lengths.as_build(), lengths, self._settings(), identity)
         self._told = {"dataset": str(self._source.identity)}
         self._steps = Steps(self._source, config.step_config(), config.planner)
         self._reader, self._meter = reader, Meter()
@@ -227,9 +243,12 @@ class BalancedLoader(StepStream):
     def _settings(self) -> WindowSettings:
         packing, config = self._packing, self._config
         has_caps = packing.max_tokens is not None and packing.max_vision is not None
+        is_own, ranks = packing.measure == "own", config.ranks()[1]
+        window = max(1, packing.window // OWN_SHARE) * ranks if is_own else packing.window
         return WindowSettings(
-            window=packing.window,
-            first_window=min(packing.window, FIRST_WINDOW) if has_caps else packing.window,
+            window=window,
+            first_window=min(window, FIRST_WINDOW) if has_caps else window,
+            are_rounds=is_own,
             seed=config.seed,
             balance=config.balance,
             step_groups=config.ranks()[1] * config.micro_batches_per_step,
@@ -239,8 +258,8 @@ class BalancedLoader(StepStream):
             packing=packing.packing,
         )
 
-    def _window_identity(self) -> dict[str, int | None]:
-        names = "window", "max_tokens", "max_vision", "packing"
+    def _window_identity(self) -> dict[str, int | str | None]:
+        names = "measure", "window", "max_tokens", "max_vision", "packing"
         own = {name: getattr(self._packing, name) for name in names}
         return own | {"shuffle": self._config.shuffle}
 
@@ -343,6 +362,8 @@ class BalancedLoader(StepStream):
         `out` holds a finished build and not `overwrite`; DataError if too many samples cannot be
         used. A build that was interrupted does not open.
         """
+        if self._packing.measure == "own":
+            raise ConfigError("save_build is not there with measure='own'; leave that out")
         if self._is_leader:
             require_place(str(out), overwrite=overwrite)
             kept = cast("RecordReader", self._reader).kept()
@@ -373,27 +394,3 @@ def _check_together(config: LoaderConfig, packing: PackingConfig) -> None:
         raise ConfigError("a planner packs steps again; leave it out, or packing=False")
     if packing.epochs is not None and not config.shuffle:
         raise ConfigError("with shuffle=False each iterator gives one epoch; leave out epochs")
-
-
-class _SamplesAsGroups:
-    """Each sample as a stored group of its own, for step planners and weights of samples."""
-
-    offsets: Any
-
-    def __init__(self, lengths: SampleLengths) -> None:
-        self.offsets, self.column = _Identity(), lengths.column
-
-
-class _Identity:
-    """What borders of groups of one sample are."""
-
-    def __getitem__(self, groups: IntArray) -> IntArray:
-        return groups
-
-
-def _as_build(counter: RecordCounter, lengths: SampleLengths) -> PlannedBuild:
-    """What planning asks of a build."""
-    manifest = SimpleNamespace(model=counter.model)
-    return cast(
-        "PlannedBuild", SimpleNamespace(manifest=manifest, samples=_SamplesAsGroups(lengths))
-    )

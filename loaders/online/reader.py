@@ -75,6 +75,13 @@ class RecordReader:
                         del self._places[index]
         return counted
 
+    def drop(self, samples: IntArray) -> None:
+        """Forget samples, and counted records of which no other is left."""
+        with self._lock:
+            numbers = {self._places.pop(index, (0, 0))[0] for index in samples.tolist()} - {0}
+            for number in numbers - {number for number, _ in self._places.values()}:
+                self._held_bytes -= self._kept.pop(number).num_bytes
+
     def kept(self) -> dict[int, tuple[CountedRecords, int]]:
         """Samples in memory: where each is among those counted, and its row."""
         with self._lock:

@@ -31,7 +31,7 @@ from loaders.plan.windows import WindowGroups
 
 Remainder = Literal["pad", "drop", "split"]
 
-_ORDERS: dict[type, str] = {InOrder: "stored", WindowGroups: "windows"}
+_ORDERS: list[tuple[type, str]] = [(InOrder, "stored"), (WindowGroups, "windows")]
 """Names of orders in a state, by source."""
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
@@ -119,7 +119,7 @@ class Steps:
         """This position: plain JSON, the same on every rank, for any number of ranks."""
         return {
             "version": STATE_VERSION,
-            "order": _ORDERS.get(type(self._source), "random"),
+            "order": next((n for kind, n in _ORDERS if isinstance(self._source, kind)), "random"),
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),

@@ -172,7 +172,7 @@ class WindowOrder:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count, settings = dp * micro_batches, self._epoch.source.settings
         balance = settings.balance
-        if not self._epoch.source.settings.shuffle:  # neighbours to ranks, one after the other
+        if settings.are_rounds or not settings.shuffle:  # neighbours to ranks, one after the other
             step = np.full(count, -1, np.int64)
             taken = self.take(count)
             step[: len(taken)] = taken
@@ -195,7 +195,7 @@ class WindowOrder:
 
     def state(self) -> dict[str, Any]:
         """This position, with the samples that wait: plain JSON, the same on every rank."""
-        source = self._epoch.source
+        source, epoch = self._epoch.source, self._epoch
         return {
             "consumed": self._consumed,
             "given": self.given,
@@ -204,6 +204,7 @@ class WindowOrder:
             "waiting": self._epoch.members(self._waiting),
             "limits": None if source.limits is None else asdict(source.limits),
             "mean_labels": source.mean_labels,
+            **epoch.own_state(self._carried),
         }
 
     def copy(self) -> WindowOrder:

@@ -42,6 +42,8 @@ SPARE_PER_RANK = 4
 """Samples per rank that the last window of an evaluation has at least, to be parted so that all
 ranks have as many groups.
 """
+Loads = tuple[IntArray, IntArray]
+"""Vision loads and LLM tokens."""
 IsCancelled = Callable[[], bool]
 
 
@@ -84,12 +86,16 @@ class WindowSettings:
     """Whether a group's samples are packed, and not padded to the longest."""
     shuffle: bool = True
     """False: groups are of neighbours in the dataset's order, and come in that order."""
+    are_rounds: bool = False
+    """Whether groups come in rounds, one of each rank, and not as `balance` says."""
     ranks: int = 1
     """Data-parallel ranks; without shuffling, the groups of an epoch are a multiple of them."""
 
 
 class WindowGroups(EpochSource):
     """The epochs of a dataset that is measured while training runs."""
+
+    epoch_type: type[WindowEpoch]
 
     def __init__(
         self,
@@ -129,7 +135,7 @@ class WindowGroups(EpochSource):
             or (prepared and prepared.number == number)
         ):
             return
-        self._next = WindowEpoch(self, number, 0, _as_groups([]))
+        self._next = self.epoch_type(self, number, 0, _as_groups([]))
         self._next.prepare(0, np.zeros(0, np.int64))
 
     def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
@@ -152,7 +158,7 @@ class WindowGroups(EpochSource):
         if epoch is not None and (epoch.number != number or state):
             epoch.close()
             epoch = None
-        epoch = epoch or WindowEpoch(self, number, given, waiting)
+        epoch = epoch or self.epoch_type(self, number, given, waiting)
         if self._epoch is not None:
             self._epoch.close()
         self._epoch = epoch
@@ -216,7 +222,7 @@ class WindowEpoch(Epoch):
     def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """One build, and each group's first sample: groups are others in each epoch."""
         members = self._planned.members(groups)
-        return np.zeros_like(groups), members.samples[members.offsets[:-1]]
+        return np.zeros_like(groups), np.append(members.samples, 0)[members.offsets[:-1]]
 
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if all groups had those of the run's mean group.
@@ -275,6 +281,10 @@ class WindowEpoch(Epoch):
         """End what is under way."""
         self._closed = True
 
+    def own_state(self, carried: IntArray) -> dict[str, Any]:
+        """What a state has besides, if these samples are carried into the next window."""
+        return {}
+
     def _make(self, consumed: int, carried: IntArray) -> PlannedWindow:
         """Measure and group a window."""
         with self._making:
@@ -283,7 +293,7 @@ class WindowEpoch(Epoch):
             self._measured()
             settings, lengths = self.source.settings, self.source.lengths
             planned_before = self._planned.first + len(self._planned.groups)
-            samples = np.concatenate([carried, self._order(consumed)])
+            samples = np.concatenate([carried, self._order(consumed, carried)])
             num_read = consumed + len(samples) - len(carried)
             begun = time.perf_counter()
             samples = samples[lengths.measure(samples, self._is_closed, self.number)]
@@ -308,8 +318,8 @@ class WindowEpoch(Epoch):
                 self.is_planned = num_read == len(lengths)
         return made
 
-    def _order(self, consumed: int) -> IntArray:
-        """The samples of a window, after `consumed` of the epoch."""
+    def _order(self, consumed: int, carried: IntArray) -> IntArray:
+        """The new samples of a window, after `consumed` of the epoch."""
         settings, total = self.source.settings, len(self.source.lengths)
         size = min(settings.window, max(settings.first_window, consumed))
         if settings.shuffle:
@@ -322,9 +332,6 @@ class WindowEpoch(Epoch):
 
     def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
         """Groups of samples, and samples that wait for the next window."""
-        from balance.grouping.padded import group_padded  # noqa: PLC0415  (see `loaders`)
-        from balance.grouping.window import group_window  # noqa: PLC0415
-
         source, settings, lengths = self.source, self.source.settings, self.source.lengths
         if not len(samples):
             return Groups(samples, np.zeros(1, np.int64)), samples
@@ -333,23 +340,27 @@ class WindowEpoch(Epoch):
         limits = source.limits
         samples = lengths.within(samples, limits)
         image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in LLM_KINDS)
-        vision, tokens = lengths.column(f"num_{limits.vision_unit}", samples), image + text + audio
-        if settings.shuffle:
-            group = group_window if settings.packing else group_padded
-            place = self.number, consumed
-            made, left = group(
-                vision, tokens, limits, seed=settings.seed, place=place, is_last=is_last
-            )
-        else:
-            made, left = group_in_order(
-                vision, tokens, limits, packing=settings.packing, is_last=is_last
-            )
+        loads = lengths.column(f"num_{limits.vision_unit}", samples), image + text + audio
+        made, left = self._pack(samples, loads, limits, consumed, is_last=is_last)
         groups = Groups(samples[made.samples], made.offsets)
         if source.mean_labels is None and len(groups):
             labels = lengths.column("num_loss_tokens", groups.samples)
             mean = float(sample_weights(labels, settings.loss_weights).sum()) / len(groups)
             source.mean_labels = max(1, round(mean * LABEL_UNITS)) / LABEL_UNITS
         return groups, samples[left]
+
+    def _pack(
+        self, samples: IntArray, loads: Loads, limits: Limits, consumed: int, *, is_last: bool
+    ) -> tuple[Groups, IntArray]:
+        """Groups of rows of `samples`, and the rows that wait."""
+        from balance.grouping.padded import group_padded  # noqa: PLC0415  (see `loaders`)
+        from balance.grouping.window import group_window  # noqa: PLC0415
+
+        settings, packing = self.source.settings, self.source.settings.packing
+        if not settings.shuffle:
+            return group_in_order(*loads, limits, packing=packing, is_last=is_last)
+        group, place = group_window if packing else group_padded, (self.number, consumed)
+        return group(*loads, limits, seed=settings.seed, place=place, is_last=is_last)
 
     def _measured(self) -> PlannedGroups:
         """What is planned, after the groups of a state are measured too."""
@@ -381,6 +392,9 @@ class WindowEpoch(Epoch):
 
     def _is_closed(self) -> bool:
         return self._closed
+
+
+WindowGroups.epoch_type = WindowEpoch
 
 
 def _as_groups(members: Sequence[Sequence[int]]) -> Groups:

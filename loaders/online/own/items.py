@@ -1,0 +1,65 @@
+"""Items that are samples already, as a dataset gives that calls a processor by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from balance.errors import ConfigError
+from loaders.config import LoaderConfig
+from loaders.online.encoded import Encoded
+
+if TYPE_CHECKING:
+    from loaders.online.loader import PackingConfig
+
+
+def of_items(dataset: Any, packing: PackingConfig, config: LoaderConfig) -> PackingConfig:
+    """With `encode`, if items are samples already; the first one tells, where a model is given.
+
+    ConfigError for options that are not there with `measure="own"`.
+    """
+    given = {
+        "lengths_cache": packing.lengths_cache is not None,
+        "planner": config.planner is not None,
+        "shuffle=False": not config.shuffle,
+    }
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{wrong[0]} is not there with measure='own', where each rank trains on what it has "
+            "loaded to measure it; leave it out"
+        )
+    is_sample = packing.model is None and packing.processor is None
+    if packing.encode is None and not is_sample:
+        try:
+            first = dataset[0]
+            first = packing.transform(first) if packing.transform else first
+            is_sample = isinstance(first, Mapping) and "input_ids" in first
+        except Exception:  # what is wrong with it will be said when it is loaded
+            is_sample = False
+    is_sample = is_sample and packing.encode is None
+    return replace(packing, encode=encoded_item) if is_sample else packing
+
+
+def encoded_item(item: Any) -> Encoded:
+    """The sample in what a dataset gives that calls a processor by itself.
+
+    ValueError without `input_ids`. Tokens that `attention_mask` leaves out are padding.
+    """
+    if not (isinstance(item, Mapping) and "input_ids" in item):
+        raise ValueError(f"the item is a {type(item).__name__} without input_ids")
+    arrays = dict[str, torch.Tensor]()
+    for name, value in item.items():
+        with suppress(TypeError, ValueError, RuntimeError):  # text and the like
+            arrays[name] = torch.as_tensor(value)
+    arrays = {name: each for name, each in arrays.items() if each.ndim and each.numel()}
+    texts = {name: arrays.pop(name, None) for name in ("input_ids", "labels", "attention_mask")}
+    arrays.pop("position_ids", None)
+    ids, labels, mask = (None if each is None else each.reshape(-1) for each in texts.values())
+    if mask is not None:
+        ids, labels = (None if each is None else each[mask != 0] for each in (ids, labels))
+    rows = sum(len(each) for name, each in arrays.items() if name.startswith("pixel_values"))
+    return Encoded(ids, labels, arrays, rows)

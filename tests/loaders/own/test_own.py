@@ -1,0 +1,165 @@
+"""`BalancedLoader(measure="own")`: what each rank has loaded is what it trains on."""
+
+import json
+
+import pytest
+import torch
+
+from balance.errors import ConfigError, DataError
+from loaders import BalancedLoader
+from support.loading.contents import content
+from support.loading.online_data import OPTIONS, open_ranks, records, samples_of
+from support.ranks import run_ranks
+
+OWN = {"measure": "own", "window": 80, "max_tokens": 600, "pixel_dtype": torch.uint8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("own")
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    return records(folder, 50)
+
+
+def batches_of(ranks):
+    return [batch for steps in zip(*ranks, strict=True) for step in steps for batch in step]
+
+
+def test_samples_are_those_that_are_measured_together(rows, folder):
+    (together,) = open_ranks(rows, 1, folder, max_tokens=600, pixel_dtype=torch.uint8)
+    expected = samples_of(batches_of([together]), together.image_token_id)
+    ranks = open_ranks(rows, 2, folder, **OWN)
+    given, states = [], []
+    for step in zip(*ranks, strict=True):
+        given.append(step)
+        (state,) = {json.dumps(loader.state_dict()) for loader in ranks}
+        states.append(json.loads(state))
+    assert len(given) > 3
+    all_batches = [batch for step in given for own in step for batch in own]
+    assert samples_of(all_batches, ranks[0].image_token_id) == expected
+    # exact on as many ranks; on others every sample once
+    again = open_ranks(rows, 2, folder, state=states[1], **OWN)
+    rest = [[content(each) for each in step] for step in zip(*again, strict=True)]
+    assert rest == [[content(each) for each in step] for step in given[2:]]
+    (alone,) = open_ranks(rows, 1, folder, state=states[1], **OWN)
+    first = [batch for step in given[:2] for own in step for batch in own]
+    found = samples_of([*first, *batches_of([alone])], alone.image_token_id)
+    assert found == expected
+    for loader in (*ranks, *again, alone):
+        loader.close()
+
+
+def load_together(said, folder, rows):
+    """On two ranks: what each has loaded itself, and what its steps hold."""
+    loaded = []
+
+    def note(row):
+        loaded.append(row.get("id"))
+        return row
+
+    options = OPTIONS | OWN | {"data_root": str(folder), "transform": note, "rank_timeout_s": 30.0}
+    loader = BalancedLoader(rows, **options)
+    said["names"], said["states"], said["labels"] = [], [], []
+    for step in loader:
+        said["names"].append([name for batch in step for name in batch.sample_ids])
+        own = sum(int((batch.labels != -100).sum()) for batch in step)
+        said["labels"].append([own, step[0].num_loss_tokens, step[0].loss_normalizer])
+        said["states"].append(loader.state_dict())
+    said["loaded"], said["report"] = list(loaded), loader.report()
+    try:
+        list(BalancedLoader([row if row["id"] < "s3" else {} for row in rows], **options))
+    except DataError as error:
+        said["rejected"] = str(error)
+
+
+def test_two_ranks_load_half_each(rows, folder, tmp_path):
+    first, second = run_ranks(tmp_path, 2, load_together, folder, rows)
+    given = []
+    for said in (first, second):
+        own = sorted(name for step in said["names"] for name in step)
+        assert sorted(said["loaded"][1:]) == own  # the first record is looked at, too
+        given += own
+        assert "samples cannot be used, more than max_rejected=0.05" in said["rejected"]
+    assert sorted(given) == sorted(row["id"] for row in rows)
+    assert first["states"] == second["states"]
+    pairs = zip(first["labels"], second["labels"], strict=True)
+    for (mine, total, divisor), (others, *same) in pairs:
+        assert [total, divisor] == same
+        assert total == mine + others
+    assert first["report"]["sources"] == second["report"]["sources"]
+
+
+def test_what_does_not_fit_is_refused(rows, folder, tmp_path):
+    (loader,) = open_ranks(rows, 1, folder, **OWN)
+    with pytest.raises(ConfigError, match="save_build is not there with measure='own'"):
+        loader.save_build(tmp_path / "packed")
+    state = loader.state_dict()
+    with pytest.raises(ConfigError, match="of the run that saved it"):
+        open_ranks(rows, 1, folder, state=state)
+    cases = {
+        "lengths_cache is not there with measure='own'": OWN | {"lengths_cache": tmp_path},
+        "shuffle=False is not there with measure='own'": OWN | {"shuffle": False},
+        "measure is 'alone'; it must be": {"measure": "alone"},
+    }
+    for line, options in cases.items():
+        with pytest.raises(ConfigError, match=line):
+            open_ranks(rows, 1, folder, **options)
+
+
+class Processed(torch.utils.data.Dataset):
+    """Samples as a processor gives them, of another length each time; some are none."""
+
+    def __init__(self, count):
+        self.count, self.times = count, {}
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        self.times[number] = time = self.times.get(number, 0) + 1
+        if number % 20 == 3:
+            raise OSError("no such file")
+        if number % 20 == 7:
+            return {"text": "not processed"}
+        tokens, rows = 5 + (7 * number + 3 * time) % 90, number % 4
+        ids = torch.full((1, tokens), number)
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": torch.where(torch.arange(tokens) < 3, -100, ids),
+            "pixel_values": torch.full((rows, 3, 2, 2), float(number)),
+            "image_grid_thw": [[1, 1, rows]] if rows else [],
+            "id": f"item-{number}",
+        }
+
+
+def test_processed_items_are_packed_as_they_are():
+    bad = {number for number in range(120) if number % 20 in (3, 7)}
+    options = {"measure": "own", "max_tokens": 200, "max_vision": 9, "max_rejected": 0.2}
+    loader = BalancedLoader(Processed(120), window=240, workers=2, **options)
+    for _ in range(2):
+        found = []
+        for step in loader:
+            for batch in step:
+                assert batch.cu_seqlens[-1] == len(batch.input_ids) <= 200
+                assert batch.num_loss_tokens == (batch.labels != -100).sum()
+                for name, ids in zip(
+                    batch.sample_ids,
+                    batch.input_ids.split(batch.cu_seqlens.diff().tolist()),
+                    strict=True,
+                ):
+                    (number,) = set(ids.tolist())
+                    assert name == f"item-{number}"
+                    found.append(number)
+                patches = [
+                    number for number in found[-batch.num_samples :] for _ in range(number % 4)
+                ]
+                assert batch.processed["pixel_values"][:, 0, 0, 0].tolist() == patches
+                assert len(patches) <= 9
+        assert sorted(found) == sorted(set(range(120)) - bad)
+    assert {each.index for each in loader.rejected} == bad
+    assert {each.reason for each in loader.rejected} == {"unreadable_record", "encode_failed"}
+    loader.close()

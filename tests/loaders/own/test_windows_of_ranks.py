@@ -1,0 +1,178 @@
+"""Plans of ranks that pack what they have loaded: every sample once per epoch, equal steps."""
+
+import json
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from balance.presets import load_model
+from balance.types import COUNT_COLUMNS
+from loaders.online._exchange import Cancelled
+from loaders.online._length_table import ROW, LengthTable
+from loaders.online._packer_door import RejectedSample
+from loaders.online.lengths import LengthOptions
+from loaders.online.own.lengths import OwnLengths
+from loaders.online.own.windows import OwnWindows
+from loaders.online.reader import RecordReader
+from loaders.online.records import Records
+from loaders.plan.steps import StepConfig, Steps
+from loaders.plan.windows import WindowSettings
+
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
+
+
+@dataclass
+class Counted:
+    """What the drawn records cost."""
+
+    indices: np.ndarray
+    counts: np.ndarray
+    usable: np.ndarray
+    sources: list
+    rejected: list
+    num_bytes = 1
+
+
+class Counter:
+    """Records have patches and tokens, or are bad."""
+
+    model = load_model("tiny")
+
+    def count(self, indices, values):
+        rows = np.zeros((len(values), len(COUNT_COLUMNS)), np.int32)
+        usable = np.array([isinstance(value, list) for value in values])
+        for row, value in zip(rows, values, strict=True):
+            if isinstance(value, list):
+                patches, tokens = value
+                row[:] = patches, 4 * patches, 10 * patches, tokens, 0, tokens // 2
+        rejected = [
+            RejectedSample(index, str(index), "drawn", "unreadable_record", "")
+            for index, good in zip(indices.tolist(), usable, strict=True)
+            if not good
+        ]
+        return Counted(indices, rows, usable, ["drawn"] * len(values), rejected)
+
+
+def drawn(count, seed, bad):
+    rng = np.random.default_rng(seed)
+    return [
+        [int(rng.integers(0, 5)), int(rng.integers(5, 400))] if rng.random() >= bad else None
+        for _ in range(count)
+    ]
+
+
+class Exchange:
+    """Ranks in the threads of this process, which tell one another values by key."""
+
+    rank = 0
+
+    def __init__(self, size):
+        self.size, self.told, self.changed = size, {}, threading.Condition()
+
+    def all_gather(self, key, value, is_cancelled):
+        with self.changed:
+            told = self.told.setdefault(key, {})
+            told[value.rank] = pickle.dumps(value)
+            self.changed.notify_all()
+            while len(told) < self.size:
+                if is_cancelled():
+                    raise Cancelled
+                self.changed.wait(0.05)
+            return [pickle.loads(told[rank]) for rank in range(self.size)]
+
+
+def make_ranks(rows, world, micro_batches, *, window, state=None):
+    ranks, exchange = [], Exchange(world)
+    for rank in range(world):
+        counter = Counter()
+        reader = RecordReader(Records(rows), counter, (), may_lose=False, kept_bytes=1 << 40)
+        options = LengthOptions(
+            max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, least=window
+        )
+        table = LengthTable(np.zeros((len(rows), ROW), np.int32))
+        lengths = OwnLengths(counter, reader.measure, table, exchange, options)
+        lengths.open(reader, (rank, world), None)
+        settings = WindowSettings(
+            window=max(1, window // 8) * world,
+            first_window=max(1, window // 8) * world,
+            are_rounds=True,
+            seed=0,
+            balance=0.5,
+            step_groups=world * micro_batches,
+            loss_weights="token",
+            ranks=world,
+        )
+        build = SimpleNamespace(manifest=SimpleNamespace(model=counter.model))
+        source = OwnWindows(build, lengths, settings, {"dataset": "drawn"})
+        config = StepConfig(
+            dp_rank=rank,
+            dp_world_size=world,
+            micro_batches=micro_batches,
+            seed=0,
+            remainder="pad",
+            balance=0.5,
+        )
+        ranks.append(Steps(source, config))
+        if state is not None:
+            ranks[-1].load(state)
+    return ranks
+
+
+def take_step(ranks):
+    """What each rank reads of the next step, and the state after it; None at the epoch's end."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        (remaining,) = set(pool.map(lambda each: each.remaining, ranks))
+        if not remaining:
+            return None
+        plans = list(pool.map(lambda each: each.copy().plan(1)[0], ranks))
+    (totals,) = {plan.totals for plan in plans}
+    given, labels = [], 0
+    for each, plan in zip(ranks, plans, strict=True):
+        assert len(plan.micro_batches) == len(plans[0].micro_batches)
+        lengths = each._source.lengths
+        for batch in plan.micro_batches:
+            keys = np.array([part.group for part in batch], np.int64)
+            assert set(keys.tolist()) <= lengths._reader.kept().keys()
+            labels += int(lengths.column("num_loss_tokens", keys).sum())
+            given += keys.tolist()
+        each.move_past(plan)
+    assert totals.num_loss_tokens == labels
+    (state,) = {json.dumps(each.state(), sort_keys=True) for each in ranks}
+    return given, json.loads(state)
+
+
+def run_epochs(make, rng, *, stops=0.3):
+    """What two epochs give, run by ranks that stop at random and resume as others."""
+    running, epochs, dropped = make(None), [], []
+    for _ in range(2):
+        given = []
+        while (step := take_step(running)) is not None:
+            given += step[0]
+            if rng.random() < stops:
+                for each in running:
+                    each._source.close()
+                running = make(step[1])
+        epochs.append(sorted(given))
+        dropped.append({each.finish_epoch() for each in running})
+    return epochs, dropped
+
+
+def test_elastic_runs():
+    for draw in range(DRAWS):
+        rng = np.random.default_rng(draw)
+        count, window = int(rng.integers(1, 300)), int(rng.choice([24, 64, 160, 800]))
+        rows = drawn(count, draw, float(rng.choice([0, 0.2])))
+        usable = [number for number, row in enumerate(rows) if row]
+        if not usable:
+            continue
+
+        def make(state, rows=rows, window=window, rng=rng):
+            world, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+            return make_ranks(rows, world, micro_batches, window=window, state=state)
+
+        assert run_epochs(make, rng) == ([usable] * 2, [{0}] * 2), f"draw {draw}"
