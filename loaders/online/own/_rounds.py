@@ -48,7 +48,7 @@ def make_rounds(
     >>> tokens = np.array([5, 9, 4, 5])
     >>> rounds = make_rounds(made, [tokens * 0, tokens], 1, np.arange(1))
     >>> [rounds[group].tolist() for group in range(2)]
-    [[1], [3, 2]]
+    [[1], [2, 3]]
     """
     means = [max(1, int(load.sum()) // max(1, sum(map(len, made)))) for load in loads]
     size = np.sum([load * UNIT // mean for load, mean in zip(loads, means, strict=True)], axis=0)

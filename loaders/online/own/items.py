@@ -1,4 +1,4 @@
-"""Items that are samples already, as a dataset gives that calls a processor by itself."""
+"""Items that are samples already, of a dataset that calls a processor by itself."""
 
 from __future__ import annotations
 
