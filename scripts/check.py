@@ -21,10 +21,10 @@ QUICK = {
     "imports": [str(SCRIPTS / "lint-imports")],
 }
 TYPES = [sys.executable, "-m", "mypy"]
-# three processes more than cores: a third of the time a test waits for servers or other processes
+# two processes more than cores: a third of the time a test waits for servers or other processes
 TESTS = [
     *(sys.executable, "-m", "pytest", "--dist", "worksteal"),
-    *("-n", str((os.cpu_count() or 1) + 3)),
+    *("-n", str((os.cpu_count() or 1) + 2)),
 ]
 
 

@@ -196,6 +196,7 @@ def lengths_of_ranks(rows, world, **changes):
             mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
         ):
             loader._lengths._exchange = RankExchange(range(world), timeout_s=10.0)
+        loader._lengths._rank = rank
         made.append(loader._lengths)
     return made
 
