@@ -16,7 +16,7 @@ from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.ranks import kill_once, launch, process, start
 
-TERMINATED, MORE, DEADLINE_S = 143, 4, 60
+TERMINATED, MORE, DEADLINE_S = 143, 4, 120
 """MORE: steps after a resume that are compared."""
 STEPS = 20
 """Of the run that they are compared with, at least."""
