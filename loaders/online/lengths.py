@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Protocol, cast
@@ -139,9 +139,25 @@ class SampleLengths:
         """Place in `sources` of each sample's source."""
         return np.asarray(self._rows[samples, SOURCE], np.int64)
 
-    def choose_limits(self, samples: IntArray) -> Limits:
-        """Caps, chosen by these samples as far as they are not given."""
+    def with_images(self, samples: IntArray, limits: Limits) -> Limits:
+        """Caps that were chosen without images, with one for those that the samples have, if any.
+
+        By the samples with images alone, since those of one window may be few.
+        """
+        counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
+        has_images = (limits.vision_load(counts) > 0) & (counts.seq_len <= limits.max_seq_len)
+        if self._options.max_vision is not None or not has_images.any():
+            return limits
+        before = self.explained
+        found = self.choose_limits(samples[has_images], limits.max_seq_len)
+        lines = [line.replace("your max_tokens", "as before") for line in self.explained]
+        self.explained = [*before, "when the first images came:", *lines]
+        return found
+
+    def choose_limits(self, samples: IntArray, max_tokens: int | None = None) -> Limits:
+        """Caps, chosen by these samples as far as they are not given, here or by the options."""
         options, model = self._options, self._counter.model
+        options = replace(options, max_tokens=max_tokens or options.max_tokens)
         if options.max_tokens is not None and options.max_vision is not None:
             most = model.context_len if options.packing else options.max_tokens
             caps = min(options.max_tokens, most), options.max_vision
@@ -154,7 +170,7 @@ class SampleLengths:
             )
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
         if not options.packing:
-            limits, self.explained = self._padded_limits(counts)
+            limits, self.explained = self._padded_limits(counts, options)
             return limits
         choice = choose_limits(
             counts,
@@ -170,11 +186,11 @@ class SampleLengths:
         self.explained = [each.replace("--max-seq-len ", "max_tokens=") for each in lines]
         return choice.limits
 
-    def _padded_limits(self, counts: Counts) -> tuple[Limits, list[str]]:
+    def _padded_limits(self, counts: Counts, options: LengthOptions) -> tuple[Limits, list[str]]:
         """Caps of padded batches, chosen by the samples that are within those that are given."""
         from balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
 
-        options, model = self._options, self._counter.model
+        model = self._counter.model
         most = min(options.max_tokens or model.context_len, model.context_len)
         vision, fits = getattr(counts, f"num_{model.vision_unit}"), counts.seq_len <= most
         if options.max_vision is not None:

@@ -95,7 +95,8 @@ class PackingConfig:
     """LLM tokens of a micro-batch at most; None: chosen by the first window (`explained`)."""
     max_vision: int | None = None
     """Image patches of a micro-batch at most, or ViT tokens at native resolution; None: chosen by
-    the first window. A later sample that is larger than a chosen cap is a micro-batch of its own.
+    the first window with images. A later sample that is larger than a chosen cap is a micro-batch
+    of its own.
     """
     packing: bool = True
     """False, for models without varlen attention: a micro-batch is of samples of similar length,

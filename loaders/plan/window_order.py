@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from balance.order.global_shuffle import LoadLookup, assign_ranks, most_alike
-from balance.types import Groups, IntArray
+from balance.types import Groups, IntArray, Limits
 
 LLM_KINDS = ("image", "text", "audio")
 LEAST_WIDTH = 4
@@ -79,6 +79,8 @@ class PlannedWindow:
     """Samples that wait for the next window."""
     consumed: int
     """Samples of the random order that are read after it."""
+    limits: Limits | None
+    """Caps of its groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class WindowOrder:
         """
         self._epoch, self._waiting, self._carried = epoch, waiting, carried
         self._consumed, self.given, self._passed = consumed, given, passed
+        self._limits = epoch.first_limits
 
     @property
     def remaining(self) -> int:
@@ -202,7 +205,7 @@ class WindowOrder:
             "passed": self._passed,
             "carried": self._carried.tolist(),
             "waiting": self._epoch.members(self._waiting),
-            "limits": None if source.limits is None else asdict(source.limits),
+            "limits": None if self._limits is None else asdict(self._limits),
             "mean_labels": source.mean_labels,
             **epoch.own_state(self._carried),
         }
@@ -215,6 +218,7 @@ class WindowOrder:
 
     def forget_past(self) -> None:
         """Let the epoch drop the groups that neither this nor a later position needs."""
+        self._epoch.source.limits = self._limits
         if len(self._waiting):
             self._epoch.forget(int(self._waiting.min()))
 
@@ -224,6 +228,7 @@ class WindowOrder:
             window = self._epoch.window(self._consumed, self._carried)
             self._waiting = np.concatenate([self._waiting, window.numbers])
             self._consumed, self._carried = window.consumed, window.carried
+            self._limits = window.limits
 
     def _taken(self, places: IntArray) -> IntArray:
         """The waiting groups at these places, which wait no longer."""

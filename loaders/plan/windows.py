@@ -65,6 +65,9 @@ class Lengths(Protocol):
     def choose_limits(self, samples: IntArray) -> Limits:
         """Caps, chosen by these samples as far as they are not given."""
 
+    def with_images(self, samples: IntArray, limits: Limits) -> Limits:
+        """Caps that were chosen without images, with one for the images of these samples."""
+
     def within(self, samples: IntArray, limits: Limits) -> IntArray:
         """Samples without those that are over a given cap, which are rejected."""
 
@@ -111,7 +114,7 @@ class WindowGroups(EpochSource):
         model = build.manifest.model
         self.flops = FlopsModel.of(model) if model.has_dimensions else None
         self.limits: Limits | None = None
-        """Caps, once they are chosen or loaded."""
+        """Caps at the position of the last step that was given; None before it."""
         self.mean_labels: float | None = None
         """Weight of the labels of a mean group of the run's first window."""
         self.figures = WindowFigures()
@@ -136,6 +139,7 @@ class WindowGroups(EpochSource):
         ):
             return
         self._next = self.epoch_type(self, number, 0, _as_groups([]))
+        self._next.first_limits = self._next.limits = last.limits
         self._next.prepare(0, np.zeros(0, np.int64))
 
     def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
@@ -148,14 +152,15 @@ class WindowGroups(EpochSource):
         known = all(0 <= sample < total for sample in samples)
         if given < 0 or not len(samples) <= consumed <= total or not known:
             raise unfit_state(f"{consumed} of {total} samples, {len(samples)} of them waiting")
-        if state.get("limits"):
-            self.limits = Limits(**state["limits"])
+        if state:
+            self.limits = Limits(**state["limits"]) if state.get("limits") else None
         if state.get("mean_labels"):
             self.mean_labels = float(state["mean_labels"])
         if consumed == total and not self.settings.shuffle:  # planned for other ranks, maybe
             waiting = cut_groups(waiting, self.settings.ranks)
         epoch, self._next = self._next, None
-        if epoch is not None and (epoch.number != number or state):
+        is_fit = epoch is not None and (epoch.number, epoch.first_limits) == (number, self.limits)
+        if epoch is not None and (state or not is_fit):
             epoch.close()
             epoch = None
         epoch = epoch or self.epoch_type(self, number, given, waiting)
@@ -179,6 +184,8 @@ class WindowEpoch(Epoch):
     def __init__(self, source: WindowGroups, number: int, given: int, waiting: Groups) -> None:
         """After `given` groups; those in `waiting` are planned but not measured here."""
         self.source, self.number = source, number
+        self.first_limits = self.limits = source.limits
+        """Caps at the beginning, and of the last window that is planned."""
         self.is_planned = False
         """Whether the last window is planned."""
         self._given = given
@@ -305,12 +312,13 @@ class WindowEpoch(Epoch):
                 raise DataError(f"none of the {num_read} samples can be used; see `rejected`")
             sums = self._sums(groups)
             times = measured - begun, time.perf_counter() - measured
-            cap = self.source.limits.max_seq_len if self.source.limits else 0
+            cap = self.limits.max_seq_len if self.limits else 0
             self.source.figures.add(sums, cap, *times)
             with self._lock:
                 planned = self._planned
                 first = planned.first + len(planned.groups)
-                made = PlannedWindow(np.arange(first, first + len(groups)), left, num_read)
+                numbers = np.arange(first, first + len(groups))
+                made = PlannedWindow(numbers, left, num_read, self.limits)
                 self._planned = planned.with_groups(groups, sums)
                 self._num_made += len(groups)
                 self._num_placed += len(groups.samples)
@@ -335,10 +343,11 @@ class WindowEpoch(Epoch):
         source, settings, lengths = self.source, self.source.settings, self.source.lengths
         if not len(samples):
             return Groups(samples, np.zeros(1, np.int64)), samples
-        if source.limits is None:
-            source.limits = lengths.choose_limits(samples)
-        limits = source.limits
+        limits = self.limits or lengths.choose_limits(samples)
         samples = lengths.within(samples, limits)
+        if not limits.max_vision:
+            limits = lengths.with_images(samples, limits)
+        self.limits = limits
         image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in LLM_KINDS)
         loads = lengths.column(f"num_{limits.vision_unit}", samples), image + text + audio
         made, left = self._pack(samples, loads, limits, consumed, is_last=is_last)

@@ -3,6 +3,7 @@
 import json
 import pickle
 import warnings
+from dataclasses import asdict
 from io import BytesIO
 
 import pytest
@@ -251,6 +252,28 @@ def test_caps_are_chosen_and_said_why(rows, folder):
     batches_of([again])
     assert again.limits == loader.limits
     again.close()
+    # of texts first, which choose none for images: the first images do
+    order = [row for row in rows if not row.get("image")]
+    order += [row for row in rows if row.get("image")]
+    for packing in (True, False):
+        options = {"shuffle": False, "packing": packing, "window": 20}
+        options |= {"max_tokens": 600, "max_vision": None}
+        ranks = open_ranks(order, 2, folder, **options)
+        steps = list(zip(*ranks, strict=True))
+        batches = [batch for step in steps for own in step for batch in own]
+        (caps,) = {loader.limits for loader in ranks}
+        assert (caps.max_seq_len, caps.max_vision > 0) == (600, True)
+        assert asdict(caps) == ranks[0].report()["limits"]
+        with_images = [batch.num_samples for batch in batches if len(batch.image_sizes)]
+        assert sum(with_images) >= 2 * len(with_images), packing
+        several = [batch for batch in batches if batch.num_samples > 1]
+        assert 0 < max(len(batch.pixel_values) for batch in several) <= caps.max_vision
+        lines = ranks[0].explained
+        place = lines.index("when the first images came:")
+        assert "no images" in lines[0]
+        assert f"(as before), {caps.max_vision} image patches" in lines[place + 1]
+        for loader in ranks:
+            loader.close()
 
 
 def test_lengths_are_kept_for_later_runs(rows, folder, tmp_path):

@@ -2,7 +2,9 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from balance.errors import ConfigError, DataError
 from balance.flops import FlopsModel
 from balance.grouping.window import group_window
+from balance.order.global_shuffle import GlobalShuffle
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS, Limits
 from loaders.plan.steps import StepConfig, Steps
@@ -47,7 +50,11 @@ class Lengths:
         return self.values[name][samples]
 
     def choose_limits(self, samples):
-        return LIMITS
+        has_images = self.column("num_image_patches", samples).any()
+        return LIMITS if has_images else replace(LIMITS, max_vision=0)
+
+    def with_images(self, samples, limits):
+        return self.choose_limits(samples)
 
     def within(self, samples, limits):
         return samples
@@ -219,17 +226,51 @@ def check_caps(lengths, batches, *, packing):
         assert lengths.values["num_image_patches"][batch].sum() <= 8
 
 
-def test_a_resumed_run_gives_the_same_steps():
-    ranks = make_ranks(lambda: Lengths(200, 1), 2, 2, window=40)
+def steps_of_two_epochs(ranks):
+    """Samples, totals and the state after it, of each step that is left."""
     steps = []
-    while (taken := take_step(ranks)) is not None:
-        steps.append((samples_of(taken[0]), taken[0][0].totals, taken[1]))
-    assert len(steps) > 4
-    for stop in range(len(steps) - 1):
-        again = make_ranks(lambda: Lengths(200, 1), 2, 2, window=40, state=steps[stop][2])
-        for expected in steps[stop + 1 :]:
-            plans, state = take_step(again)
-            assert (samples_of(plans), plans[0].totals, state) == expected, stop
+    while ranks[0].epoch < 2:
+        while (taken := take_step(ranks)) is not None:
+            steps.append((samples_of(taken[0]), taken[0][0].totals, taken[1]))
+        for each in ranks:
+            each.prepare_next_epoch()
+            each.finish_epoch()
+    return steps
+
+
+def with_late_images(*, shuffle):
+    """Lengths of which the first windows have no image, so that a later one chooses that cap."""
+    lengths = Lengths(200, 1)
+    order = GlobalShuffle(num_groups=200, seed=0, epoch=0).take(200)
+    first = order[:100] if shuffle else np.arange(100)
+    for name in ("num_image_patches", "num_vit_tokens", "num_image_tokens"):
+        lengths.values[name][first] = 0
+    return lengths
+
+
+def test_a_resumed_run_gives_the_same_steps():
+    for shuffle, is_late in product((True, False), repeat=2):
+        case = f"shuffle={shuffle}, late images={is_late}"
+        lengths = with_late_images(shuffle=shuffle) if is_late else Lengths(200, 1)
+        remainder = "pad" if shuffle else "split"
+        make = partial(make_ranks, lambda own=lengths: own, 2, 2, window=40, remainder=remainder)
+        ranks = make(shuffle=shuffle)
+        steps = steps_of_two_epochs(ranks)
+        caps = [state["stream"]["limits"]["max_vision"] for *_, state in steps]
+        assert (caps[0], caps[-1], ranks[0]._source.limits) == (0 if is_late else 8, 8, LIMITS)
+        assert len(steps) > 8
+        for stop, (*_, state) in list(enumerate(steps))[:: 1 + len(steps) // 8]:
+            rest = steps_of_two_epochs(make(shuffle=shuffle, state=state))
+            assert rest == steps[stop + 1 :], (case, stop)
+        # an epoch is left early, which one rank has planned further ahead than the other
+        ranks = make(shuffle=shuffle)
+        take_step(ranks)
+        ranks[0].copy().plan(100)
+        for each in ranks:
+            each.prepare_next_epoch()
+            each.start_epoch(1)
+        seen = [sample for samples, *_ in steps_of_two_epochs(ranks) for sample in samples]
+        assert sorted(seen) == list(range(200)), case
 
 
 def test_loads_of_padded_groups_have_padding_and_attention():
