@@ -12,8 +12,8 @@ import json
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import groupby
 
@@ -37,6 +37,21 @@ MOST_VALUES, MOST_LETTERS = 3, 100
 """What an error shows of a field."""
 _SAME_DATA = {"tp", "cp", "sp", "pp"}
 """Dimensions of a mesh whose ranks work on the same samples."""
+
+
+class Awaited:
+    """Whether a trainer waits for what a loader does, or is busy between two steps."""
+
+    is_awaited = True
+
+    @contextmanager
+    def being(self, *, awaited: bool) -> Iterator[None]:
+        """For a while."""
+        before, self.is_awaited = self.is_awaited, awaited
+        try:
+            yield
+        finally:
+            self.is_awaited = before
 
 
 class RankMissing(IsobatchError, TimeoutError):

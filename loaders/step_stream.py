@@ -18,7 +18,7 @@ from loaders.config import LoaderConfig
 from loaders.plan.step_plan import StepPlan
 from loaders.plan.steps import Steps
 from loaders.prefetch import Prefetcher
-from loaders.ranks import RankChecks
+from loaders.ranks import Awaited, RankChecks
 from loaders.stats import LoaderStats, Meter
 from loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
 
@@ -52,6 +52,8 @@ class StepStream:
     _meter: Meter
     _builder: StepBuilder
     _checks: RankChecks | None
+    _awaited = Awaited()
+    """Of loaders that wait for other ranks while training runs, one of their own."""
     _told: dict[str, str]
     """What all ranks must have been given, by name."""
     _pid: int
@@ -73,7 +75,8 @@ class StepStream:
     @property
     def is_at_end(self) -> bool:
         """Whether no step of this epoch is left; may plan the next one, for which all ranks ask."""
-        return not self._steps.remaining
+        with self._awaited.being(awaited=True):
+            return not self._steps.remaining
 
     @property
     def is_evaluation(self) -> bool:
@@ -123,7 +126,8 @@ class StepStream:
         )
         try:
             while (step := self._next(running)) is not None:
-                yield step
+                with self._awaited.being(awaited=False):
+                    yield step
         finally:
             running.close()
         self._finish_epoch()
@@ -214,6 +218,7 @@ class StepStream:
             raise ConfigError(f"this {type(self).__name__} was closed; make another to continue")
 
     def _end_iterator(self) -> None:
+        self._awaited.is_awaited = True  # also after an iterator that nobody has ended
         running, self._running = self._running, None
         if running is not None:
             running.close()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from balance.errors import first_line
-from loaders.ranks import RankMissing
+from loaders.ranks import Awaited, RankMissing
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 """Between two looks at the store: doubled each time."""
@@ -29,8 +29,12 @@ class Cancelled(Exception):
     """The iterator that wanted it has ended."""
 
 
-class RankExchange:
-    """Exchanges of one loader with those of other ranks."""
+class RankExchange(Awaited):
+    """Exchanges of one loader with those of other ranks.
+
+    While no trainer awaits them, no rank is late: all may be at an evaluation, for which this one
+    has read ahead a step more than another.
+    """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         """`ranks` of torch.distributed, one of them this process. All make one, in one order."""
@@ -86,6 +90,8 @@ class RankExchange:
         while not self._store.check(wanted):
             if is_cancelled():
                 raise Cancelled
+            if not self.is_awaited:
+                end = time.monotonic() + self._timeout_s
             if time.monotonic() > end:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise RankMissing(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ class LengthTable:
         """`file`: where new rows are written, if this process writes them."""
         self.rows, self._file = rows, file
         self.sources: list[str] = []
+        self._num_kept = 0  # sources in the file's list of them
 
     @classmethod
     def open(
@@ -35,16 +39,20 @@ class LengthTable:
         rows = np.zeros((len(records), ROW), np.int32)
         if folder is None:
             return cls(rows)
-        key = blake2b(f"{records.fingerprint()} {identity}".encode(), digest_size=16).hexdigest()
+        values = f"{version('isobatch')} {records.fingerprint()} {identity}"
+        key = blake2b(values.encode(), digest_size=16).hexdigest()
         file = Path(folder) / f"{key}.lengths"
         table = cls(rows, file if may_write else None)
         try:
-            table._load(file)
+            is_found = table._load(file)
             if may_write:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("ab"):
-                    pass
-                np.memmap(file, np.int32, "r+", shape=rows.shape).flush()
+                # rows whose sources are lost go; the disk has room now, or a write would kill later
+                with file.open("ab" if is_found else "wb") as kept:
+                    if hasattr(os, "posix_fallocate"):  # not on macOS
+                        os.posix_fallocate(kept.fileno(), 0, rows.nbytes)
+                    else:
+                        kept.truncate(rows.nbytes)
         except OSError as error:
             raise ConfigError(f"lengths_cache {folder}: {error.strerror or error}") from None
         return table
@@ -53,23 +61,37 @@ class LengthTable:
         """Rows of samples that are known now."""
         self.rows[samples] = rows
         if self._file is not None:
-            self._names().write_text(json.dumps(self.sources), "utf-8")
-            usable = rows[:, STATUS] == USABLE
-            saved = np.memmap(self._file, np.int32, "r+", shape=self.rows.shape)
-            saved[samples[usable]] = rows[usable]
-            saved.flush()
+            try:
+                self._write(self._file, samples, rows)
+            except OSError as error:  # on this rank alone: the others would wait for it
+                warnings.warn(f"{self._file}: lengths are not kept: {error.strerror}", stacklevel=2)
+                self._file = None
 
-    def _load(self, file: Path) -> None:
+    def _write(self, file: Path, samples: IntArray, rows: NDArray[np.int32]) -> None:
+        if len(self.sources) > self._num_kept:
+            names = file.with_suffix(".tmp")
+            names.write_text(json.dumps(self.sources), "utf-8")
+            names.replace(file.with_suffix(".json"))  # whole, whenever this process ends
+            self._num_kept = len(self.sources)
+        usable = rows[:, STATUS] == USABLE
+        saved = np.memmap(file, np.int32, "r+", shape=self.rows.shape)
+        saved[samples[usable]] = rows[usable]
+        saved.flush()
+
+    def _load(self, file: Path) -> bool:
+        """Whether there are rows; none if it is not known what their sources are."""
         names = file.with_suffix(".json")
         if not (file.exists() and names.exists()):
-            return
+            return False
         saved = np.fromfile(file, np.int32)
-        sources = json.loads(names.read_text("utf-8"))
-        if len(saved) == self.rows.size and saved.reshape(self.rows.shape)[:, SOURCE].max() < len(
-            sources
-        ):
-            self.rows[:], self.sources = saved.reshape(self.rows.shape), sources
-
-    def _names(self) -> Path:
-        assert self._file is not None
-        return self._file.with_suffix(".json")
+        try:
+            sources = json.loads(names.read_text("utf-8"))
+        except ValueError:
+            return False
+        if len(saved) != self.rows.size:
+            return False
+        saved = saved.reshape(self.rows.shape)
+        if saved[:, SOURCE].max() >= len(sources):
+            return False
+        self.rows[:], self.sources, self._num_kept = saved, sources, len(sources)
+        return True

@@ -37,7 +37,7 @@ from loaders.online.records import Transform, identity_of
 from loaders.plan.steps import Steps
 from loaders.plan.window_order import WindowOrder
 from loaders.plan.windows import WindowGroups, WindowSettings
-from loaders.ranks import RankChecks
+from loaders.ranks import Awaited, RankChecks
 from loaders.stats import Meter
 from loaders.step_builder import StepBatches, StepBuilder
 from loaders.step_stream import StepStream
@@ -182,6 +182,7 @@ class BalancedLoader(StepStream):
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
         exchange = RankExchange(peers, config.rank_timeout_s) if len(peers) > 1 else None
+        self._awaited = exchange or Awaited()
         try:
             self._begin(dataset, exchange)
         except Exception as error:
@@ -218,9 +219,8 @@ class BalancedLoader(StepStream):
         kept_bytes = sys.maxsize if is_own else KEPT_BYTES
         extras = packing.keep_columns
         reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept_bytes)
-        table = LengthTable.open(
-            packing.lengths_cache, records, counter.identity, may_write=is_leader
-        )
+        counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
+        table = LengthTable.open(packing.lengths_cache, records, counted, may_write=is_leader)
         reader.lengths = lengths = (OwnLengths if is_own else SampleLengths)(
             counter, reader.measure, table, exchange, options
         )

@@ -48,7 +48,9 @@ class StepNormalizer:
             return np.where(step_weights == 0, 1.0, step_weights)
         mean = self._mean
         if mean is None or mean[0] is not epoch:
-            total = epoch.label_weights(self._weights) * self._step_groups
             # once, because an epoch that is planned while it runs does not know its length
-            mean = self._mean = epoch, total / max(1, len(epoch))
+            size, total = -1, 0.0
+            while size != len(epoch):  # a thread has planned more of it since
+                size, total = len(epoch), epoch.label_weights(self._weights)
+            mean = self._mean = epoch, total * self._step_groups / max(1, size)
         return np.full(len(step_weights), mean[1] or 1.0)

@@ -288,6 +288,20 @@ def test_lengths_are_kept_for_later_runs(rows, folder, tmp_path):
     (other,) = open_ranks(rows[1:], 1, folder, lengths_cache=tmp_path)
     assert other.report()["measured"] == 0
     other.close()
+    # the same names in another folder may be other images
+    (moved,) = open_ranks(rows, 1, folder / "images" / "..", lengths_cache=tmp_path)
+    assert moved.report()["measured"] == len(rows)
+    moved.close()
+    (elsewhere,) = open_ranks(rows, 1, folder / "images", lengths_cache=tmp_path)
+    assert elsewhere.report()["measured"] == 0
+    elsewhere.close()
+    # what a process was writing when it ended: measured again
+    for names in tmp_path.glob("*.json"):
+        names.write_text('["rec')
+    (broken,) = open_ranks(rows, 1, folder, lengths_cache=tmp_path)
+    assert broken.report()["measured"] == 0
+    assert [content(step) for step in broken] == expected
+    broken.close()
 
 
 def test_length_is_estimated_from_the_first_window_on(rows, folder):

@@ -235,3 +235,20 @@ def test_ranks_that_tell_nobody_plan_the_same_when_one_loses_a_sample(tmp_path):
     assert sum(seen.values()) >= 39 * 3
     found = [loader.rejected for loader in ranks]
     assert {each.sample_id for own in found for each in own} <= {"s3"}
+
+
+def pause(said):
+    """On two ranks, of which one reads ahead: both are busy for longer than a rank may take."""
+    rows = [record(number, answer="word " * (1 + number % 90)) for number in range(300)]
+    ahead = 2 * dist.get_rank()
+    options = {"window": 20, "rank_timeout_s": 1.0, "workers": ahead}
+    loader = BalancedLoader(rows, **OPTIONS | options)
+    said["samples"] = 0
+    for number, step in enumerate(loader):
+        said["samples"] += sum(batch.num_samples for batch in step)
+        if number == 1:
+            time.sleep(3.0)
+
+
+def test_a_pause_on_all_ranks_may_take_longer_than_a_rank_may(tmp_path):
+    assert sum(said["samples"] for said in run_ranks(tmp_path, 2, pause)) == 300

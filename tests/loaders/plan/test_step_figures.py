@@ -10,6 +10,7 @@ from balance.metrics import repeated_pairs
 from balance.types import COUNT_COLUMNS
 from loaders import StreamingLoader, _pair_counter
 from loaders._pair_counter import PairCounter
+from loaders.plan.loss_normalizer import StepNormalizer
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 
 
@@ -107,3 +108,21 @@ def test_pairs_of_random_orders_meet_by_chance_and_memory_is_bounded(monkeypatch
     for epoch in (0, 2):
         again.add(epoch, zeros, np.arange(64), sizes)
     assert again.repeated_pairs is None
+
+
+class GrowingEpoch:
+    """Of which another window is planned by a thread while it is asked."""
+
+    size = 100
+
+    def __len__(self):
+        return self.size
+
+    def label_weights(self, weights):
+        total, self.size = 2.5 * self.size, 140
+        return total
+
+
+def test_divisor_is_that_of_other_ranks_while_an_epoch_grows():
+    normalizer = StepNormalizer([], "epoch", "token", step_groups=8)
+    assert normalizer.divisors(GrowingEpoch(), np.zeros(2)).tolist() == [20.0, 20.0]
