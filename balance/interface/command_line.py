@@ -7,6 +7,7 @@ Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 in
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
@@ -25,6 +26,9 @@ from balance.errors import ConfigError, IsobatchError
 
 FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit statuses; the last two, by the shells' convention, of what Ctrl-C and SIGTERM stopped."""
+
+SAME_PRESS_S = 1.0
+"""Interrupts that come within this time of one are the same wish."""
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
@@ -107,7 +111,7 @@ def read_config(kind: type[Config], context: typer.Context, *, command: str) -> 
 
 def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
     """Run the call in `sys.argv`: an error of the user is one line and an exit status."""
-    terminated = _interrupt_on_sigterm()
+    came = _interrupt_once()
     try:
         if len(sys.argv) == 1:
             sys.argv.append("--help")
@@ -120,7 +124,7 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
         _set_handlers(signal.SIG_IGN)  # nothing may come before the line below
         print_error(stopped)
         _set_handlers(signal.SIG_DFL)  # a second signal ends the cleaning up at once
-        sys.exit(TERMINATED if terminated else INTERRUPTED)
+        sys.exit(TERMINATED if signal.SIGTERM in came else INTERRUPTED)
     except ConfigError as error:
         fail(str(error), WRONG_CALL)
     except IsobatchError as error:
@@ -130,19 +134,26 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
         fail(f"{where}{error.strerror or error}", FAILED)
 
 
-def _interrupt_on_sigterm() -> list[int]:
-    """Make SIGTERM as clean as Ctrl-C, which may be ignored; the list has what has come.
+def _interrupt_once() -> list[int]:
+    """Make SIGTERM as clean as Ctrl-C, and Ctrl-C pressed twice at once as clean as once; the list
+    has what has come.
 
-    Shells make background jobs of scripts ignore Ctrl-C, and only that.
+    Shells make background jobs of scripts ignore Ctrl-C, and only that. What a second interrupt
+    raises in the middle of cleaning up, perhaps nobody can catch.
     """
     came: list[int] = []
+    again = 0.0
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal again
         came.append(number)
-        raise KeyboardInterrupt
+        if time.monotonic() >= again:
+            again = time.monotonic() + SAME_PRESS_S
+            raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
     return came
 
 

@@ -23,6 +23,7 @@ def quit_on_interrupt() -> Iterator[None]:
 
 
 def _quit(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # pressed again: still one line
     # an exception would come out of the middle of an import, perhaps as another one
     if os.environ.get("RANK", "0") == "0":  # one line, not one of each rank of torchrun's
         os.write(2, b"error: stopped\n")

@@ -6,6 +6,7 @@ The order makes a build independent of the number of workers; the bound limits i
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +61,9 @@ def map_ordered(
         # second Ctrl-C came in the middle of this.
         with _uninterrupted() as came:
             pool.shutdown(cancel_futures=True)
-        _deliver(came)
+        # A caller that left early stops already: what is raised then, nobody can catch.
+        if sys.exc_info()[0] is not GeneratorExit:
+            _deliver(came)
 
 
 @contextmanager
