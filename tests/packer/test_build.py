@@ -3,7 +3,6 @@ on.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from packer.config import BuildConfig
 from packer.verify import verify_build
 from shards.manifest import read_manifest
 from shards.tables import read_groups
+from support import ranks
 from support.builds.packed import build, digests, quiet, read_index, read_samples
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
@@ -332,17 +332,18 @@ def test_a_killed_build_goes_on_and_ends_as_if_undisturbed(tmp_path, moment):
         "config = BuildConfig(**json.loads(sys.argv[1]))\n"
         "Builder(config, StageProgress(Console(file=io.StringIO()))).build()"
     )
+    program = tmp_path / "program.py"
+    program.write_text(script)
     values = json.dumps(options(folder, out, shard_mb=1))
-    child = subprocess.Popen([sys.executable, "-c", script, values])
+    (child,) = ranks.start(1, tmp_path / "printed", program, values)
     deadline = time.monotonic() + 60
     while (
-        not (out / "staging" / moment).exists()
-        and child.poll() is None
-        and time.monotonic() < deadline
+        not (out / "staging" / moment).exists() and child.is_alive() and time.monotonic() < deadline
     ):
         time.sleep(0.001)
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait() in (-signal.SIGKILL, 0)
+    child.kill()
+    child.join()
+    assert child.exitcode in (-signal.SIGKILL, 0)
     assert not build(folder, out, shard_mb=1).totals["num_rejected"]
     assert digests(out) == digests(tmp_path / "undisturbed")
 

@@ -3,6 +3,7 @@ exit status.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -229,7 +230,11 @@ def test_packing_and_its_help_need_no_torch():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_the_demo_needs_nothing_but_the_package(run, tmp_path):
+def test_the_demo_needs_nothing_but_the_package(run, tmp_path, demo_data, monkeypatch):
+    def draw_again(folder):  # what `write_demo` has drawn there
+        shutil.copytree(demo_data, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr("packer.build.write_demo", draw_again)
     status, printed, _ = run("build", "--dataset", "demo", "--out", tmp_path / "out")
     assert status == 0
     assert "1,000 samples read = 1,000 packed" in printed

@@ -1,4 +1,7 @@
-"""A build that is killed again and again, at any moment, ends as one that nobody disturbed."""
+"""A build that is killed again and again, at any moment, ends as one that nobody disturbed.
+
+`ISOBATCH_TEST_DRAWS=10` asks for 10 kills, and 5 on Ray.
+"""
 
 import contextlib
 import importlib.util
@@ -15,6 +18,7 @@ from support import ranks
 from support.builds.packed import digests
 from support.builds.raw_data import good_records, options, write_dataset
 
+KILLS = min(10, int(os.environ.get("ISOBATCH_TEST_DRAWS", "4")))
 RUN_S = 600
 """For a build at most. Ray takes 10 s here, but minutes next to a few other processes that want the
 cores.
@@ -66,19 +70,22 @@ def run(folder, out, executor):
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("raw")
-    return write_dataset(folder, good_records(folder, 240))
+def dataset(shared):
+    return shared("to kill", lambda folder: write_dataset(folder, good_records(folder, 240)))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(dataset, tmp_path_factory):
-    """(digests of a build, its seconds when kernels are compiled, as they are in those killed)."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run(dataset, folder / "first", "local")
-    started = time.monotonic()
-    run(dataset, folder / "out", "local")
-    return digests(folder / "out"), time.monotonic() - started
+def undisturbed(dataset, shared):
+    """(a build, its seconds when kernels are compiled, as they are in those killed)."""
+
+    def make(folder):
+        run(dataset, folder / "first", "local")
+        started = time.monotonic()
+        run(dataset, folder / "out", "local")
+        (folder / "seconds").write_text(str(time.monotonic() - started))
+
+    folder = shared("not killed", make)
+    return folder / "out", float((folder / "seconds").read_text())
 
 
 @contextlib.contextmanager
@@ -100,18 +107,17 @@ def ray_cluster():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("executor", "kills"), [("local", 10), pytest.param("ray", 3, marks=NEEDS_RAY)]
-)
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=NEEDS_RAY)])
 def test_a_build_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
-    dataset, undisturbed, tmp_path, executor, kills
+    dataset, undisturbed, tmp_path, executor
 ):
+    kills = KILLS // 2 if executor == "ray" else KILLS
     with ray_cluster() if executor == "ray" else contextlib.nullcontext():
         kill_builds(dataset, undisturbed, tmp_path, executor, kills)
 
 
 def kill_builds(dataset, undisturbed, tmp_path, executor, kills):
-    expected, seconds = undisturbed
+    whole, seconds = undisturbed
     draw = random.Random(f"{executor}{time.time_ns()}")  # other moments in every run
     out, moments = tmp_path / "out", []
     for _ in range(kills):
@@ -123,7 +129,7 @@ def kill_builds(dataset, undisturbed, tmp_path, executor, kills):
         if executor == "local":
             wait_for_end(child.pid)
     run(dataset, out, executor)
-    assert digests(out) == expected, f"killed after {moments} s"
+    assert digests(out) == digests(whole), f"killed after {moments} s"
 
 
 def wait_for_end(group, timeout=20):
@@ -146,18 +152,17 @@ def wait_for_end(group, timeout=20):
 )
 def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
     said = run(dataset, tmp_path / "out", "ray")
-    assert digests(tmp_path / "out") == undisturbed[0]
+    assert digests(tmp_path / "out") == digests(undisturbed[0])
     assert "Traceback" not in said
 
 
 def test_a_build_killed_behind_its_manifest_is_completed_by_the_next_run(
     dataset, undisturbed, tmp_path
 ):
-    out = tmp_path / "out"
-    run(dataset, out, "local")
+    out = shutil.copytree(undisturbed[0], tmp_path / "out")
     (out / "report.html").unlink()
     (out / "staging").mkdir()
     (out / "staging" / "samples.arrow").write_bytes(b"left")
     run(dataset, out, "local")
-    assert digests(out) == undisturbed[0]
+    assert digests(out) == digests(undisturbed[0])
     assert not (out / "staging").exists()

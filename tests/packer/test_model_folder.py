@@ -24,7 +24,7 @@ from support.cases import for_each
 from support.cases import record as keep
 from support.models.saved_folders import FAMILIES, save_folder
 
-DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "12"))
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "8"))
 WORDS = ("see", "what's", "\n", "\n\n", " ", "Zürich", "表", "12.5", "<row", "x" * 30, "a\tb", ":")
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -13,10 +14,13 @@ from support.builds.raw_data import good_records, write_dataset, write_image
 
 
 @pytest.fixture(params=["arrow", "webdataset", "refs"])
-def built(request, tmp_path):
-    folder = tmp_path / "raw"
-    build(write_dataset(folder, good_records(folder, 20)), tmp_path / "out", format=request.param)
-    return tmp_path / "out"
+def built(request, shared, tmp_path):
+    def make(folder):
+        raw = write_dataset(folder / "raw", good_records(folder / "raw", 20))
+        build(raw, folder / "out", format=request.param)
+
+    made = shared(f"to verify {request.param}", make)
+    return shutil.copytree(made / "out", tmp_path / "out")
 
 
 def problems(out):

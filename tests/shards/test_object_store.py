@@ -207,8 +207,10 @@ def test_a_listing_goes_on_behind_its_first_page(place):
 
 @pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
 def test_a_build_into_a_bucket_has_the_bytes_of_one_on_disk(place, dataset, tmp_path, shard_format):
+    # of tars each would import webdataset, and with that torch
+    workers = 1 if shard_format == "webdataset" else 2
     build(dataset, tmp_path / "out", format=shard_format, shard_mb=1)
-    summary = build(dataset, place, format=shard_format, shard_mb=1, workers=2)
+    summary = build(dataset, place, format=shard_format, shard_mb=1, workers=workers)
     found = digests(download(place, tmp_path / "down"))
     assert without_report(found) == digests(tmp_path / "out")
     assert "report.html" in found
