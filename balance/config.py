@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from balance.errors import ConfigError
 
 Config = TypeVar("Config")
+_hints_of: Callable[..., dict[str, Any]] = cache(get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Option:
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
     """(name, type, option) of each field of a config dataclass that is an option."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+    for name, hint in _hints_of(kind, include_extras=True).items():
         if get_origin(hint) is Annotated:
             yield name, hint.__origin__, hint.__metadata__[0]
 
@@ -58,7 +60,7 @@ def check_positive(config: Any) -> None:
 
 def check_types(config: Any) -> None:
     """ConfigError unless every field of a config dataclass has a value of its type."""
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints_of(type(config)).items():
         if not _fits(value := getattr(config, name), hint):
             raise ConfigError(f"{name} is {value!r}; it must be {_text(hint)}")
 
@@ -105,7 +107,7 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
         raise ConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {keys}")
     if missing := _required(known) - values.keys():
         raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
-    frozen, hints = {name: _frozen(value) for name, value in values.items()}, get_type_hints(kind)
+    frozen, hints = {name: _frozen(value) for name, value in values.items()}, _hints_of(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
             raise ConfigError(f"{where}: {name} is {value!r}, but should be {_text(hints[name])}")

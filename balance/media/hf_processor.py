@@ -218,8 +218,12 @@ def describe_processor(source: str, family: str) -> DescribedProcessor:
         values = _description(full, token)
         unknown = {"kept": (), "counts_runs": False, "blank_arguments": {}}
         described = open_processor(repr(values | unknown))
-        values["kept"], size = _try_pixels(full, described, placeholder)
-        texts = _try_texts(full, described, placeholder)
+        images = _blank_images()
+        message, made = _probe_text(full, placeholder, len(images)), described.process(images)
+        given = full(images=images, text=[message], return_tensors="pt")
+        values["kept"], size = _try_pixels(described, given, made)
+        texts = _try_texts(described, made)
+        _try_message(full, given, _filled(message, placeholder, texts))
         values["counts_runs"] = _counts_runs(described)
         values["blank_arguments"] = _QUICK if _is_quick(described, texts) else {}
     except _FAILURES as error:
@@ -366,43 +370,41 @@ def _blank_images() -> list[Image.Image]:
     return [Image.new("RGB", size, (90, 120, 150)) for size in _PROBES]
 
 
-def _try_pixels(
-    full: Any, described: ImageProcessor, placeholder: str
-) -> tuple[tuple[str, ...], int]:
+def _try_pixels(described: ImageProcessor, given: Any, made: Any) -> tuple[tuple[str, ...], int]:
     """Names of the outputs that the model takes, and numbers per token.
 
-    ValueError if the processor itself gives others.
+    ValueError if the processor itself gives others (`given`) than what is described (`made`).
     """
-    images = _blank_images()
-    text = _probe_text(full, placeholder, len(images))
-    given = full(images=images, text=[text], return_tensors="pt")
     expected = {key: value for key, value in given.items() if key not in _TEXT_OUTPUTS}
-    made = described.process(images)
     for key, value in expected.items():
         found = made.get(key)
         if not hasattr(value, "shape"):
             raise ValueError(f"its output {key} is no tensor for images of several sizes")
         if found is None or found.shape != value.shape or not bool((found == value).all()):
             raise ValueError(f"it makes {key} of more than its image processor's outputs")
-    tokens = sum(text.count(described.token) for text in described.texts(made, len(images)))
+    tokens = sum(text.count(described.token) for text in described.texts(made, len(_PROBES)))
     numbers = sum(int(value.numel()) for value in expected.values())
     return tuple(sorted(expected)), numbers // max(1, tokens)
 
 
-def _try_texts(full: Any, described: ImageProcessor, placeholder: str) -> list[str]:
+def _try_texts(described: ImageProcessor, made: Any) -> list[str]:
     """Texts of the probes. ValueError unless each depends on nothing but the image's size."""
-    images = _blank_images()
-    texts = described.texts(described.process(images), len(images))
-    alone = [described.texts(described.process([image]), 1)[0] for image in images]
+    texts = described.texts(made, len(_PROBES))
+    alone = [described.texts(described.process([image]), 1)[0] for image in _blank_images()]
     if texts != alone:
         raise ValueError("an image's tokens depend on the others of its sample")
-    message = _probe_text(full, placeholder, len(images))
-    (ids,) = full(images=images, text=[message], return_tensors="pt")["input_ids"].tolist()
-    pieces = message.split(placeholder)
-    written = "".join(a + b for a, b in zip(pieces, [*texts, ""], strict=True))
-    if full.tokenizer(written)["input_ids"] != ids:
-        raise ValueError("it changes more of the text than the images' placeholders")
     return texts
+
+
+def _filled(message: str, placeholder: str, texts: Sequence[str]) -> str:
+    pieces = message.split(placeholder)
+    return "".join(a + b for a, b in zip(pieces, [*texts, ""], strict=True))
+
+
+def _try_message(full: Any, given: Any, written: str) -> None:
+    """ValueError if the processor has other ids than those of the text as we write it."""
+    if full.tokenizer(written)["input_ids"] != given["input_ids"].tolist()[0]:
+        raise ValueError("it changes more of the text than the images' placeholders")
 
 
 def _is_quick(described: ImageProcessor, texts: Sequence[str]) -> bool:

@@ -316,7 +316,7 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(builds, number):
         for _ in range(4):
             assert process.stdout.readline() == "step\n"
         os.kill(process.pid, number)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode in (-number, 130, 1)

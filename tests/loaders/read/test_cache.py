@@ -2,10 +2,6 @@
 left behind.
 """
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +13,10 @@ from hypothesis import strategies as st
 
 from loaders.read._cache_quota import BLOCK_BYTES
 from loaders.read.cache import Cache
-from support import child_env
+from support import ranks
 from support.loading.cache_files import content, on_disk
+
+START_S = 60
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,37 +131,46 @@ def test_an_error_in_the_middle_of_writing_leaves_no_file(tmp_path):
     assert not cache.has("c")
 
 
-def run(code, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=child_env(),
-    )
+def run(folder, code, *arguments):
+    """Begin a program; -> its process, and a function that waits for what it prints."""
+    folder.mkdir()
+    (folder / "program.py").write_text(code)
+    (process,) = ranks.start(1, folder, folder / "program.py", *arguments)
+
+    def wait_for(printed):
+        deadline = time.monotonic() + START_S
+        while not (folder / "stdout").exists() or (folder / "stdout").read_text() != printed:
+            assert process.is_alive(), (folder / "stderr").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    return process, wait_for
 
 
 HOLD = """
-import sys
+import signal, sys
 from pathlib import Path
 from loaders.read._cache_quota import locked
 with locked(Path(sys.argv[1]) / "size", 5):
     print("held", flush=True)
-    sys.stdin.read()
+    signal.pause()
 """
 
 
 def test_a_process_that_stops_with_the_lock_held_stops_nobody_else(tmp_path, monkeypatch):
     monkeypatch.setattr("loaders.read._cache_quota.LOCK_WAIT_S", 0.2)
-    cache = Cache(tmp_path, "build", 1 << 20)
+    cache = Cache(tmp_path / "cache", "build", 1 << 20)
     cache.write("a", b"x")
-    with run(HOLD, tmp_path) as child:
-        assert child.stdout.readline() == "held\n"
+    child, wait_for = run(tmp_path / "child", HOLD, tmp_path / "cache")
+    try:
+        wait_for("held\n")
         started = time.monotonic()
         cache.write("b", b"x")
         assert time.monotonic() - started < 5
         assert (cache.read("a"), cache.read("b")) == (b"x", None)
+    finally:
         child.kill()
+        child.join()
     cache.write("b", b"x")
     assert cache.read("b") == b"x"
 
@@ -188,26 +195,24 @@ while True:
 
 
 def test_killed_processes_leave_whole_files_and_the_limit_holds_all_the_time(tmp_path):
-    limit = 500_000
-    children = [run(WRITER, tmp_path, limit, seed) for seed in range(3)]
+    limit, root = 500_000, tmp_path / "cache"
+    children = [run(tmp_path / f"{seed}", WRITER, root, limit, seed) for seed in range(3)]
     try:
-        for child in children:
-            assert child.stdout.readline() == "ready\n"
-        for child in children:
+        for _, wait_for in children:
+            wait_for("ready\n")
+        for child, _ in children:
             until = time.monotonic() + 0.5
             while time.monotonic() < until:
-                assert on_disk(tmp_path) <= limit
-            assert child.poll() is None
-            os.kill(child.pid, signal.SIGKILL)
-            child.wait()
-    finally:
-        for child in children:
+                assert on_disk(root) <= limit
+            assert child.is_alive()
             child.kill()
-            child.wait()
-            child.stdout.close()
-            child.stdin.close()
-    cache = Cache(tmp_path, "build", limit)
-    assert not [*tmp_path.rglob(".tmp-*")]
+            child.join()
+    finally:
+        for child, _ in children:
+            child.kill()
+            child.join()
+    cache = Cache(root, "build", limit)
+    assert not [*root.rglob(".tmp-*")]
     stored = [number for number in range(60) if cache.has(str(number))]
     # four of the largest, while what the killed ones were writing took the place of more
     assert len(stored) >= 3
@@ -215,4 +220,4 @@ def test_killed_processes_leave_whole_files_and_the_limit_holds_all_the_time(tmp
         cache.read(str(number)) == content(number, 30_000 + 1000 * number) for number in stored
     )
     # the sum that is kept next to the files is theirs
-    assert int.from_bytes((tmp_path / "size").read_bytes(), "little") == on_disk(tmp_path)
+    assert int.from_bytes((root / "size").read_bytes(), "little") == on_disk(root)

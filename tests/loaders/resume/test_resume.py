@@ -37,7 +37,7 @@ the square.
 """
 MOST_DROPPED = 12
 """Groups of a step where what is less than one is dropped: half an epoch or less."""
-DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "4"))
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
 """Random runs of each of three formats: set 100 for a longer test."""
 HOOKS = {"image_transform": noisy, "batch_transform": marked}
 
