@@ -223,7 +223,7 @@ def describe_processor(source: str, family: str) -> DescribedProcessor:
         given = full(images=images, text=[message], return_tensors="pt")
         values["kept"], size = _try_pixels(described, given, made)
         texts = _try_texts(described, made)
-        _try_message(full, given, _filled(message, placeholder, texts))
+        _try_message(full, given, message.split(placeholder), texts)
         values["counts_runs"] = _counts_runs(described)
         values["blank_arguments"] = _QUICK if _is_quick(described, texts) else {}
     except _FAILURES as error:
@@ -396,13 +396,9 @@ def _try_texts(described: ImageProcessor, made: Any) -> list[str]:
     return texts
 
 
-def _filled(message: str, placeholder: str, texts: Sequence[str]) -> str:
-    pieces = message.split(placeholder)
-    return "".join(a + b for a, b in zip(pieces, [*texts, ""], strict=True))
-
-
-def _try_message(full: Any, given: Any, written: str) -> None:
-    """ValueError if the processor has other ids than those of the text as we write it."""
+def _try_message(full: Any, given: Any, pieces: list[str], texts: Sequence[str]) -> None:
+    """ValueError if the processor has other ids than those of these texts between the pieces."""
+    written = "".join(a + b for a, b in zip(pieces, [*texts, ""], strict=True))
     if full.tokenizer(written)["input_ids"] != given["input_ids"].tolist()[0]:
         raise ValueError("it changes more of the text than the images' placeholders")
 
