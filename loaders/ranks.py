@@ -43,6 +43,8 @@ class Awaited:
     """Whether a trainer waits for what a loader does, or is busy between two steps."""
 
     is_awaited = True
+    restarts = 0
+    """How often all ranks went to another place, from which they ask again what was told before."""
 
     @contextmanager
     def being(self, *, awaited: bool) -> Iterator[None]:

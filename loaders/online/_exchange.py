@@ -62,7 +62,7 @@ class RankExchange(Awaited):
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
         try:
-            return self._all_gather(f"{self._place}/{key}", own, is_cancelled)
+            return self._all_gather(f"{self._place}/{self.restarts}/{key}", own, is_cancelled)
         except RuntimeError as error:
             reason = f"torch.distributed's store does not answer ({first_line(error)})"
             raise RankMissing(f"{reason}: the process that holds it has ended") from error
@@ -92,7 +92,7 @@ class RankExchange(Awaited):
                 raise Cancelled
             if not self.is_awaited:
                 end = time.monotonic() + self._timeout_s
-            if time.monotonic() > end:
+            elif time.monotonic() > end:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise RankMissing(
                     f"rank {self._me} has waited {self._timeout_s:g} s for what the ranks "

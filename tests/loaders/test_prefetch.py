@@ -242,9 +242,9 @@ def test_closing_wakes_a_part_that_asks_only_after_the_first_call_of_cancel():
 
     def part():
         begun.set()
-        assert asked.wait(10)
+        assert asked.wait(60)
         woken.clear()  # a request of its own, which an earlier cancelling does not reach
-        assert woken.wait(10)
+        assert woken.wait(60)
 
     def cancel():
         woken.set()
@@ -252,7 +252,7 @@ def test_closing_wakes_a_part_that_asks_only_after_the_first_call_of_cancel():
 
     tasks = iter([PrefetchTask(0, [part], 1)])
     prefetcher = Prefetcher(tasks, workers=1, max_bytes=99, cancel=cancel)
-    assert begun.wait(10)
+    assert begun.wait(60)
     started = time.monotonic()
     prefetcher.close()
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 50

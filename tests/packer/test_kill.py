@@ -132,7 +132,7 @@ def kill_builds(dataset, undisturbed, tmp_path, executor, kills):
     assert digests(out) == digests(whole), f"killed after {moments} s"
 
 
-def wait_for_end(group, timeout=20):
+def wait_for_end(group, timeout=60):
     """Workers notice within moments that nobody leads them any more."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

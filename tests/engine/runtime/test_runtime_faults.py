@@ -17,7 +17,7 @@ def test_a_killed_rank_ends_the_others_who_all_name_it(tmp_path, num_ranks, vict
             assert own["type"] == "PeerLost"
             assert f"rank {rank} stops: rank {victim} does not answer" in own["error"]
             assert "\n" not in own["error"]
-            assert own["seconds"] < 15
+            assert own["seconds"] < 60
 
 
 def test_a_rank_that_stops_for_longer_than_the_timeout_counts_as_lost(tmp_path):

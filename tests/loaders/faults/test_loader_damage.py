@@ -108,7 +108,7 @@ def test_a_flipped_index_is_refused_before_the_first_step(s3, builds, proxy, loa
     ):
         path.write_bytes(damaged)
         url = folder if place == "local" else upload(s3, folder, tmp_path.name)
-        loader = load(url, timeout_s=1.0)
+        loader = load(url, timeout_s=2.0)
         fails(loader, loader, [], DamagedShard, rf"^\S*index\.arrow: {message}", 10)
 
 

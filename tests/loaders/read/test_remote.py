@@ -204,7 +204,7 @@ def test_a_place_that_cannot_be_used_is_one_line(environment, tmp_path, monkeypa
     with pytest.raises(DataError, match=rf"^s3://{bucket}/nothing.*{expected}") as error:
         open_build(f"s3://{bucket}/nothing", options=StorageOptions(cache_dir=tmp_path))
     assert "\n" not in str(error.value)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 45
 
 
 def test_without_credentials_the_variables_are_named(environment, tmp_path, monkeypatch):
@@ -302,8 +302,8 @@ def test_a_process_ends_at_once_while_requests_stall(s3, builds, tmp_path, monke
             ):
                 assert time.monotonic() - started < 30
             child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=20)
-        assert time.monotonic() - started < 10
+        _, err = child.communicate(timeout=60)
+        assert time.monotonic() - started < 25
         assert ("KeyboardInterrupt" in err) == (way == "wait")
         assert child.returncode == (0 if way == "exit" else -signal.SIGINT)
 
@@ -321,8 +321,8 @@ def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(
         build.shards.prefetch(range(10))
         with ThreadPoolExecutor(2) as pool:
             reading = [pool.submit(build.read, number) for number in (3, 28)]
-            assert stalled.wait(20)
-            deadline = time.monotonic() + 20
+            assert stalled.wait(60)
+            deadline = time.monotonic() + 60
             while wait(reading, timeout=0.1).not_done:
                 assert time.monotonic() < deadline
                 build.cancel()  # a reader that comes only now asks again
@@ -344,12 +344,12 @@ def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(
         proxy.fault = lambda path: stalled.set() or "stall"
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(build.read, 3)
-            assert stalled.wait(20)
+            assert stalled.wait(60)
             started = time.monotonic()
             build.close()
             with pytest.raises(DataError, match="closed"):
-                reading.result(10)
-            assert time.monotonic() - started < 15
+                reading.result(30)
+            assert time.monotonic() - started < 45
     with pytest.raises(ConfigError, match="is closed"):
         build.read(4)
 

@@ -138,7 +138,7 @@ def test_what_does_not_pass_is_an_error_that_names_the_shard_in_time(
     with pytest.raises(kind, match=rf"^shard-00001\.arrow, group 27: .*{expected}") as error:
         build.read(27)
     assert "\n" not in str(error.value)
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 20
     assert is_as_written(build.read(0), GROUPS[0])  # from the cache
     proxy.fault = lambda path: ""
     assert is_as_written(build.read(27), GROUPS[27])  # the next try is a new one
