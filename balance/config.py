@@ -73,7 +73,9 @@ def check_names(kind: type, names: Iterable[str], also: Iterable[str] = ()) -> N
     known = [*(field.name for field in fields(kind)), *also]
     for name in names:
         if name not in known:
-            meant = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
+            meant = "".join(
+                f"; did you mean {each}?" for each in get_close_matches(name, known, 1, 0.7)
+            )
             raise ConfigError(f"there is no option {name}{meant} (options: {', '.join(known)})")
 
 

@@ -75,6 +75,8 @@ class BalancedMixin(_Base):
     ) -> None:
         if options.get("formatting_func") is not None:
             raise ConfigError("formatting_func is given; leave it out: samples are tokenised")
+        if not isinstance(loader_options, Mapping | None):
+            raise ConfigError(f"loader_options is {loader_options!r}; give a dict of options")
         eval_dataset = evaluation_of(eval_dataset, train_dataset, args, model, loader_options or {})
         shown = StandIns(eval_dataset)
         check_arguments(args, has_other_data=shown.has_other_data)

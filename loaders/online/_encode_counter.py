@@ -101,6 +101,7 @@ class EncodedCounter(RecordCounter):
             with self._calling:
                 given = self._encode(value)
             sample = checked(given, self.image_token_id)
+            sample = replace(sample, images=with_files(sample.images))
         except Exception as error:  # of the user's code, of any kind
             return BrokenRecord(f"{type(error).__name__}: {first_line(error)}", REASON)
         record = value if isinstance(value, Mapping) else {}
@@ -134,9 +135,8 @@ def _stand_in(value: Any, sample: EncodedSample | BrokenRecord) -> Any:
         return replace(sample, value=names)
     if not sample.images:  # no chat template, which takes longest
         return {**names, "text": "text"}
-    images = with_files(sample.images)
     turns = [
-        {"from": "human", "value": "<image>" * len(images) + "text"},
+        {"from": "human", "value": "<image>" * len(sample.images) + "text"},
         {"from": "gpt", "value": "text"},
     ]
-    return {**names, "conversations": turns, "images": images}
+    return {**names, "conversations": turns, "images": sample.images}

@@ -72,7 +72,10 @@ def _check(options: PackingConfig, config: LoaderConfig) -> None:
     """ConfigError if options lack something, or would be ignored."""
     has_encode, has_processor = options.encode is not None, options.processor is not None
     if not (has_encode or has_processor or options.model):
-        raise ConfigError("nothing says what a sample costs; give model=, processor= or encode=")
+        raise ConfigError(
+            "nothing says what a sample costs; give model=, processor= or encode=, or "
+            "measure='own' where items have input_ids"
+        )
     names = ["chat_template"] if has_encode else ["cache_key"]
     names += ["tokenizer"] if has_processor else []
     is_alone = has_encode and not has_processor and options.model is None

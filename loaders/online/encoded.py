@@ -28,7 +28,7 @@ class Encoded:
     """
     labels: Any = None
     """(tokens,), aligned with `input_ids`, -100 = no loss. None: all ids, but the image tokens of
-    `model=`.
+    `model=`. That of the first token, which no model predicts, is left out.
     """
     media: Any = ()
     """Images for `model=`: a list of PIL images, file contents (bytes) or paths, in the order of
@@ -73,6 +73,7 @@ def checked(given: object, image_token_id: int) -> EncodedSample:
         labels = _ids("labels", given.labels, LABEL_IGNORE)
     if len(labels) != len(input_ids):
         raise ValueError(f"{len(labels)} labels for {len(input_ids)} input_ids; align them")
+    labels[0] = LABEL_IGNORE
     images, arrays = _media(given.media)
     number = given.num_vision
     if number is None:

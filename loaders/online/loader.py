@@ -117,8 +117,9 @@ class PackingConfig:
         check_types(self)
         for name in ("max_tokens", "max_vision", "window", "epochs"):
             value = getattr(self, name)
-            if value is not None and value < (0 if name == "max_vision" else 1):
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+            least = 0 if name == "max_vision" else 1
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
         if not 0 <= self.max_rejected <= 1:
             raise ConfigError(f"max_rejected is {self.max_rejected}; it must be in 0..1")
 
@@ -369,7 +370,10 @@ class BalancedLoader(StepStream):
             require_place(str(out), overwrite=overwrite)
             kept = cast("RecordReader", self._reader).kept()
             args = self._records, self._counter, kept, self._packing, self._config.seed
-            save_build(str(out), *args)
+            try:
+                save_build(str(out), *args)
+            except OSError as error:
+                raise ConfigError(f"{out}: no build can be written: {first_line(error)}") from None
 
     def close(self) -> None:
         """End all threads. Safe to call twice."""

@@ -120,7 +120,11 @@ class Records:
                 value = self._transform(value)
             except Exception as error:
                 return BrokenRecord(f"transform: {type(error).__name__}: {first_line(error)}")
-        return with_files(value) if self._as_files else value
+        try:
+            return with_files(value) if self._as_files else value
+        except Exception as error:  # of a picture that was opened, and is decoded only now
+            why = f"a picture: {type(error).__name__}: {first_line(error)}"
+            return BrokenRecord(why, "corrupt_image")
 
 
 def identity_of(records: Records, counter: RecordCounter) -> str:
@@ -166,10 +170,16 @@ class _Undecoded:
         return rows
 
 
+_IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of pictures that PNG has."""
+
+
 def with_files(value: Any) -> Any:
     """A record with PIL images as PNG files, which keep every pixel."""
     if isinstance(value, Image.Image):
         file = BytesIO()
+        if value.mode not in _IN_PNG:
+            value = value.convert("RGBA" if value.mode in ("PA", "La", "RGBa") else "RGB")
         value.save(file, "PNG", compress_level=1)
         return {"bytes": file.getvalue(), "path": None}
     if isinstance(value, Mapping):

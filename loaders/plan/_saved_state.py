@@ -62,8 +62,6 @@ def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
         if key in state and state[key] != own[key]:
             raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
     if set(state) != set(own):
-        raise ConfigError(
-            f"state has the keys {given}; a StreamingLoader's state has {sorted(own)}"
-        )
+        raise ConfigError(f"state has the keys {given}; a state of this loader has {sorted(own)}")
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")

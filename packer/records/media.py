@@ -246,7 +246,9 @@ def media_of(given: Any, kind: str) -> Media:
     if isinstance(given, Mapping):
         return _from_struct(given.get("bytes"), given.get("path"), kind)
     if not isinstance(given, str) or not given:
-        bad = f"`{kind}` is {str(given)[:80]!r}; give a path or a list of paths"
+        is_short = isinstance(given, str | int | float | None)
+        shown = f"{given!r:.80}" if is_short else f"a {type(given).__name__}"
+        bad = f"`{kind}` is {shown}; give a path, a file's content, or a list of them"
         raise SampleProblem(f"bad_{kind}_field", bad)
     if given.startswith("data:"):
         return _from_data_url(given, kind)

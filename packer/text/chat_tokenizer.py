@@ -312,6 +312,8 @@ class ChatTokenizer:
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
             shifted = [(bos + start, bos + end) for start, end in spans]
             spans = spans_between(shifted, bos, len(input_ids))
+        # nothing precedes the first token, so no model predicts it
+        spans = [(max(1, start), end) for start, end in spans if end > 1]
         places: list[int] = []
         for token_id in dict.fromkeys(medium.token_id for medium in self._media):
             media = [medium for medium in self._media if medium.token_id == token_id]

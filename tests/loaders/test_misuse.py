@@ -48,6 +48,7 @@ OPTIONS = [
     ({"storage": {"cache_bytes": 1}}, "it must be StorageOptions or None"),
     ({"device_mesh": "dp"}, "device_mesh is 'dp'; it must be DeviceMesh or None"),
     ({"device": "gpu"}, "device is 'gpu': "),
+    *([] if torch.cuda.is_available() else [({"device": "cuda"}, "torch finds no GPU here")]),
     ({"audio": ["features"]}, "audio is ['features']; it must be one of waveform, "),
     ({"balance": "0.5"}, "balance is '0.5'; it must be float"),
     ({"micro_batches": 2}, "no option micro_batches; did you mean micro_batches_per_step? ("),

@@ -142,6 +142,11 @@ def _check_kernels(config: Any) -> None:
 def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
     if not batch.pixel_values.is_floating_point():
         raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
+    if len(batch.images):
+        raise ConfigError(
+            "images are whole (images='resized') or files ('encoded'), which no model takes; leave "
+            "out the loader's images="
+        )
     if (batch.image_grid_thw is not None) != family.is_native:
         raise ConfigError(
             f"the micro-batch was not made for {config.model_type}; build with that model's preset"

@@ -59,6 +59,9 @@ def encoded_item(item: Any) -> Encoded:
     texts = {name: arrays.pop(name, None) for name in ("input_ids", "labels", "attention_mask")}
     arrays.pop("position_ids", None)
     ids, labels, mask = (None if each is None else each.reshape(-1) for each in texts.values())
+    for name, each in (("labels", labels), ("attention_mask", mask)):
+        if each is not None and (ids is None or len(each) != len(ids)):
+            raise ValueError(f"{name} and input_ids have different lengths; align them")
     if mask is not None:
         ids, labels = (None if each is None else each[mask != 0] for each in (ids, labels))
     rows = sum(len(each) for name, each in arrays.items() if name.startswith("pixel_values"))

@@ -384,6 +384,8 @@ def test_what_cannot_be_run_is_refused(name, model):
     other = "llava" if name.startswith("qwen") else "qwen2_vl"
     with pytest.raises(ConfigError, match="not made for"):
         model_inputs(pack(name, samples), make_config(other))
+    with pytest.raises(ConfigError, match="leave out the loader's images="):
+        model_inputs(dataclasses.replace(pack(name, samples), images=[b"file"]), model.config)
     clip = {"audio_values": torch.zeros(1600), "audio_lengths": torch.tensor([1600])}
     with pytest.raises(ConfigError, match="has no audio encoder"):
         model_inputs(dataclasses.replace(pack(name, samples), **clip), model.config)

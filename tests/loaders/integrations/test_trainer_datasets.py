@@ -155,6 +155,7 @@ def test_padded_micro_batches_train_and_resume(rows, tmp_path, monkeypatch):
 def test_datasets_that_cannot_be_packed_are_refused(rows, tmp_path):
     loader = BalancedLoader(rows[0], **rows[1], micro_batches_per_step=2)
     for given, match in (
+        ({"loader_options": [400]}, r"loader_options is \[400\]; give a dict"),
         ({"train_dataset": None}, "train_dataset is None; give a loader, or a dataset"),
         ({"loader_options": {"max_tokens": 400}}, "no name or folder"),
         ({"loader_options": {"model": "tiny", "max_token": 400}}, "max_tokens"),
@@ -174,12 +175,13 @@ def test_a_dataset_is_evaluated_in_order_and_its_loss_is_the_mean_over_all_label
 ):
     records, packing = rows
     few = [records[number] for number in (3, 1, 2)]
+    training = {"image_transform": spoil, "remainder": "drop", "measure": "own"}
     trainer = make_trainer(
         rows,
         tmp_path / "out",
         {
             "eval_dataset": {"all": records, "few": Dataset.from_list(without_images(few))},
-            "loader_options": packing | {"image_transform": spoil, "remainder": "drop"},
+            "loader_options": packing | training,
         },
         eval_strategy="steps",
         eval_steps=3,

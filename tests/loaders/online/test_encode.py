@@ -180,6 +180,12 @@ def fails(row):
     raise RuntimeError("no such key\nof this record")
 
 
+def closed_picture():
+    picture = Image.new("RGB", (9, 9))
+    picture.close()
+    return picture
+
+
 BAD = {
     "RuntimeError: no such key": fails,
     "it gives a dict; give loaders.Encoded": lambda row: {"input_ids": [1]},
@@ -195,6 +201,7 @@ BAD = {
         [1], media={"attention_mask": [1]}
     ),
     "x of media has no dimension 0": lambda row: Encoded([1], media={"x": 3}),
+    "Operation on closed image": lambda row: Encoded([1], media=[closed_picture()]),
     "num_vision is -1; give 0 or more": lambda row: Encoded([1], None, {"x": [1]}, -1),
 }
 
@@ -260,7 +267,8 @@ def test_with_a_model_image_tokens_must_be_those_of_its_rule(tmp_path):
     found = next(b for b in batches if with_images[0] in b.sample_ids)
     place = found.sample_ids.index(with_images[0])
     start, end = found.cu_seqlens[place : place + 2].tolist()
-    assert found.labels[start:end].tolist() == [3] * (end - start)  # without labels= all ids are
+    # without labels= all ids are, but the first, which no model predicts
+    assert found.labels[start:end].tolist() == [LABEL_IGNORE, *[3] * (end - start - 1)]
 
     def arrays(row):
         given = encode(row)

@@ -199,6 +199,20 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     assert report["rejected"] == dict.fromkeys(reasons.values(), 1)
     assert report["measured"] == len(rows) + 5
     loader.close()
+    # opened pictures, of modes that PNG has not, and that cannot be read any more
+    file = BytesIO()
+    Pictures.effect_noise((90, 90), 50).save(file, "JPEG")
+    broken = [Pictures.open(BytesIO(file.getvalue()[:-2000])), Pictures.open(file)]
+    broken[1].close()
+    modes = "CMYK", "F", "HSV", "I", "LAB", "PA", "YCbCr"
+    opened = [Pictures.new(mode, (40, 40)) for mode in modes] + broken
+    more = [record(n, []) | {"image": each} for n, each in enumerate(opened, 1000)]
+    (loader,) = open_ranks(rows + more, 1, folder)
+    names = [name for batch in batches_of([loader]) for name in batch.sample_ids]
+    assert {f"s{1000 + n}" for n in range(len(modes))} <= set(names)
+    assert [each.reason for each in loader.rejected] == ["corrupt_image"] * 2
+    assert "a picture: ValueError: Operation on closed image" in loader.rejected[1].detail
+    loader.close()
     (loader,) = open_ranks(rows + bad * 5, 1, folder)
     with pytest.raises(DataError, match=r"samples cannot be used, more than max_rejected=0\.05"):
         batches_of([loader])
@@ -339,6 +353,8 @@ def test_wrong_use_is_one_line(rows, folder):
         "split needs a build": {"split": "train"},
         "no option windo; did you mean": {"windo": 3},
         "window is 0": {"window": 0},
+        "max_vision is -1; it must be at least 0": {"max_vision": -1},
+        "processor= or encode=, or measure=": {"model": None},
         "max_rejected is 2": {"max_rejected": 2.0},
         "max_tokens is '4k'": {"max_tokens": "4k"},
         "give the tokenizer": {"model": "qwen2_vl"},

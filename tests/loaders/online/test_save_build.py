@@ -157,6 +157,8 @@ def test_only_a_whole_build_opens(folder, tmp_path, monkeypatch, capfd):
     first = digests(out)
     with pytest.raises(ConfigError, match="holds a finished build; give another folder"):
         loader.save_build(out)
+    with pytest.raises(ConfigError, match=r"^/proc/none/out: no build .*No such"):
+        loader.save_build("/proc/none/out")
     with pytest.raises(ConfigError, match="null: Not a directory; give a folder"):
         loader.save_build("/dev/null")
     loader.save_build(str(out), overwrite=True)

@@ -109,6 +109,9 @@ def test_what_does_not_fit_is_refused(rows, folder, tmp_path):
             open_ranks(rows, 1, folder, **options)
 
 
+SHORT = {"labels": [1, 2]}
+
+
 class Processed(torch.utils.data.Dataset):
     """Samples as a processor gives them, of another length each time; some are none."""
 
@@ -123,7 +126,7 @@ class Processed(torch.utils.data.Dataset):
         if number % 20 == 3:
             raise OSError("no such file")
         if number % 20 == 7:
-            return {"text": "not processed"}
+            return {"text": "not processed"} if number % 40 == 7 else {"input_ids": [1], **SHORT}
         tokens, rows = 5 + (7 * number + 3 * time) % 90, number % 4
         ids = torch.full((1, tokens), number)
         return {
@@ -162,4 +165,7 @@ def test_processed_items_are_packed_as_they_are():
         assert sorted(found) == sorted(set(range(120)) - bad)
     assert {each.index for each in loader.rejected} == bad
     assert {each.reason for each in loader.rejected} == {"unreadable_record", "encode_failed"}
+    details = {each.index: each.detail for each in loader.rejected}
+    assert "the item is a dict without input_ids" in details[7]
+    assert "labels and input_ids have different lengths; align them" in details[27]
     loader.close()

@@ -227,7 +227,7 @@ def test_documents_learn_all_but_the_markup_and_control_strings_stay_letters(
         ours, theirs = _tokenizers(name, tmp_path, parts=True)
         sizes = [(700, 300), (64, 64)]
         written, runs = _written(name, sizes)
-        document = "one<image>two\n<image>\nthree"
+        document = "a one<image>two\n<image>\nthree"
         encoded = ours.encode_batch([[Turn(DOCUMENT, document)]], [written])[0]
         assert isinstance(encoded, EncodedText), encoded
         ids, labels = expand(encoded.input_ids, encoded.loss_spans, ours.image_token_id, runs)
