@@ -12,8 +12,9 @@ import numpy as np
 from online import DEFAULT_WINDOW, ODB_BUFFERS, Steps, odb_steps, our_steps
 from order import Data
 
-from balance.types import FloatArray
-from online_runs.padded import best_size, padded_batches
+from balance.metrics import lower_bounds
+from balance.types import FloatArray, Limits
+from online_runs.padded import Loads, best_size, padded_batches
 from online_runs.records import FACTOR
 
 Cost = tuple[int, int, int, float]
@@ -29,11 +30,23 @@ def fit(costs: list[Cost]) -> tuple[FloatArray, float]:
     return found, float(error)
 
 
+def limit(loads: Loads, caps: tuple[int, int], dp: int, line: FloatArray) -> float:
+    """Samples per second without padding, waiting or anything but computing, in the fewest
+    micro-batches that the caps of tiles and tokens allow: which no method exceeds.
+    """
+    tiles, tokens = loads
+    none = Limits(max_vision=caps[0], max_seq_len=caps[1], min_vision=0, min_seq_len=0)
+    fewest = max(lower_bounds(tiles, tokens, none).values())
+    return float(len(tokens) * dp / (line @ (fewest, tokens.sum(), tiles.sum())))
+
+
 def rates(data: Data, dp: int, line: FloatArray, grouping: Any) -> dict[str, float]:
     """Samples per second of each method."""
     tiles, tokens = data.loads
     caps = data.limits.max_vision, data.limits.max_seq_len
-    found = {"ours": _rate(our_steps(data, dp, DEFAULT_WINDOW)[0], data, line, is_padded=False)}
+    small = (tiles, tokens / FACTOR)  # of what was trained
+    found = {"limit": limit(small, (caps[0], caps[1] // FACTOR), dp, line)}
+    found["ours"] = _rate(our_steps(data, dp, DEFAULT_WINDOW)[0], data, line, is_padded=False)
     for buffer in ODB_BUFFERS:
         steps, _ = odb_steps(data, dp, buffer, grouping)
         found[f"ODB, {buffer:,}"] = _rate(steps, data, line, is_padded=True)

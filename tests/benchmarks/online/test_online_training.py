@@ -60,5 +60,7 @@ def test_more_ranks_are_predicted_by_a_line_through_what_was_measured():
     # 16 steps of two samples of 100 tokens and one tile on each rank
     expected = 64 / 16 / (line @ (1, 200, 2))
     assert many_ranks._rate(steps, data, line, is_padded=False) == pytest.approx(expected)
+    # the same, for nothing is lost in it
+    assert many_ranks.limit((tiles, tiles * 100), (8, 200), 2, line) == pytest.approx(expected)
     found = {"ours": 10.0, "ODB, 256": 5.0, "random, 1 x 2": 8.0}
-    assert len(online_training.judge_many(data, found)) == 1
+    assert len(online_training.judge_many(data, 8, found)) == 1
