@@ -67,8 +67,13 @@ def test_an_epoch_by_ddp_and_fsdp_ends_and_resumes_as_on_one_process(tmp_path):
             assert torch.equal(weight, trained["resumed"][1][key]), (name, key)
 
 
-def test_an_evaluation_of_records_on_two_ranks_is_that_of_each_sample_in_one_process(tmp_path):
+def test_losses_and_gradients_on_two_ranks_are_those_of_each_sample_in_one_process(tmp_path):
     from tiny_internvl import make_internvl  # noqa: PLC0415  imports transformers
+
+    from support.trainers.step_gradients import (  # noqa: PLC0415  imports transformers
+        check_gradients,
+        gradients_of_trainer,
+    )
 
     rows = records(tmp_path, 21)
     (tmp_path / "rows.json").write_text(json.dumps(rows))
@@ -83,3 +88,14 @@ def test_an_evaluation_of_records_on_two_ranks_is_that_of_each_sample_in_one_pro
     for name, count in (("all", 21), ("two", 2), ("one", 1)):
         expected = loss_of_each(model, rows[:count], packing)
         assert found["losses"][f"eval_{name}_loss"] == pytest.approx(expected, rel=1e-6), name
+    # the gradients of a step, by a plain loop over its samples
+    divisors = set()
+    for normalizer in ("epoch", "step"):
+        options = packing | {"loss_normalizer": normalizer}
+        ranks = [torch.load(tmp_path / f"{normalizer}-{rank}.pt") for rank in range(2)]
+        divisors.add(check_gradients(ranks, rows, options))
+        for is_packed in (True, False):
+            options["packing"] = is_packed
+            alone = gradients_of_trainer(rows, options, tmp_path / "alone", accumulation=3)
+            divisors.add(check_gradients([alone], rows, options))
+    assert len(divisors) == 6

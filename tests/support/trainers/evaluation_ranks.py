@@ -1,5 +1,5 @@
 """On each of two ranks: a step of BalancedTrainer by DDP on records, and evaluations; rank 0 writes
-the losses and the weights into OUT.
+the losses and the weights into OUT. Then steps whose gradients each rank writes next to OUT.
 
 python evaluation_ranks.py FOLDER OUT
 """
@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from loaders import BalancedLoader, BalancedTrainer
 from support.loading.online_data import OPTIONS
+from support.trainers.step_gradients import gradients_of_trainer
 
 
 def main():
@@ -44,6 +45,10 @@ def main():
         losses = {name: value for name, value in metrics.items() if name.endswith("_loss")}
         assert all(again[name] == value for name, value in losses.items())
         torch.save({"losses": losses, "weights": trainer.model.state_dict()}, out)
+    for normalizer in ("epoch", "step"):
+        options = packing | {"loss_normalizer": normalizer}
+        found = gradients_of_trainer(rows, options, out.parent / normalizer, accumulation=2)
+        torch.save(found, out.with_name(f"{normalizer}-{os.environ['RANK']}.pt"))
 
 
 if __name__ == "__main__":
