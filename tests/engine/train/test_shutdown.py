@@ -12,6 +12,7 @@ import torch
 
 from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
 from engine.train import shutdown
+from support import ROOT
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.ranks import kill_once, launch, process, start
@@ -21,8 +22,8 @@ TERMINATED, MORE, DEADLINE_S = 143, 4, 120
 STEPS = 20
 """Of the run that they are compared with, at least."""
 COMMAND = ("engine", "train")
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-"""Starts ranks of its own, each a new Python."""
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+"""Starts ranks of its own."""
 
 torch.set_num_threads(1)
 
@@ -64,31 +65,30 @@ def ended(ranks):
 
 
 @pytest.fixture(scope="module")
-def whole(build, tmp_path_factory):
-    """Losses of a run that nobody stopped, by its options and of so many steps at least."""
-    known = {}
+def whole(shared, build):
+    """Losses of a run that nobody stopped, by its replicas and of so many steps at least."""
 
-    def losses_of(steps, **options):
-        key = tuple(options.items())
-        if steps > len(known.get(key, ())):
-            folder = tmp_path_factory.mktemp("whole")
-            arguments = given(build, folder, "whole", steps=max(steps, STEPS), **options)
+    def losses_of(least, dp):
+        steps = STEPS * -(-least // STEPS)
+
+        def train(folder):
+            arguments = given(build, folder, "whole", steps=steps, dp=dp)
             result = launch(2, folder / "printed", *COMMAND, *arguments)
             assert result.returncode == 0, result.stderr
-            known[key] = losses(folder, "whole")
-        return known[key]
+
+        return losses(shared(f"never-stopped-{dp}-{steps}", train), "whole")
 
     return losses_of
 
 
-def assert_resumes_to_the_same_losses(build, folder, whole, **options):
+def assert_resumes_to_the_same_losses(build, folder, whole, dp=1):
     """The newest state, against a run that nobody stopped; -> its steps."""
     newest = newest_state(folder / "state")
     saved = json.loads((newest / PROGRESS_NAME).read_text())["step"]
-    steps = {"steps": saved + MORE, "state": folder / "state", **options}
+    steps = {"steps": saved + MORE, "state": folder / "state", "dp": dp}
     result = launch(2, folder / "printed", *COMMAND, *given(build, folder, "resumed", **steps))
     assert result.returncode == 0, result.stderr
-    resumed, expected = losses(folder, "resumed"), whole(saved + MORE, **options)
+    resumed, expected = losses(folder, "resumed"), whole(saved + MORE, dp)
     assert sorted(resumed) == list(range(saved, saved + MORE))
     assert resumed == {step: expected[step] for step in resumed}
     stopped = losses(folder, "stopped")
@@ -96,22 +96,28 @@ def assert_resumes_to_the_same_losses(build, folder, whole, **options):
     return saved
 
 
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_sigterm_to_any_rank_saves_on_all_and_ends(build, whole, tmp_path, victims, dp):
+def test_sigterm_to_any_rank_saves_on_all_and_ends(build, whole, tmp_path, dp):
+    """Each time to others, where the run before was stopped."""
     options = {"dp": dp, "state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
-    ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", **options))
-    wait_until(lambda: len(losses(tmp_path, "stopped")) > 2)
-    for victim in victims:
-        os.kill(ranks[victim].pid, signal.SIGTERM)
-    assert ended(ranks) == [TERMINATED] * 2
-    last = max(losses(tmp_path, "stopped"))
-    (line,) = (tmp_path / "stderr").read_text().splitlines()
-    assert line == (
-        f"error: stopped by SIGTERM after step {last}: saved in {tmp_path / 'state'}; the same"
-        " command continues there"
-    )
-    assert assert_resumes_to_the_same_losses(build, tmp_path, whole, dp=dp) == last + 1
+    arguments = given(build, tmp_path, "stopped", **options)
+    before = 0
+    for victims in [(0,), (1,), (0, 1)]:
+        printed = tmp_path / f"printed{victims}"
+        ranks = start(2, printed, *COMMAND, *arguments)
+        wait_until(lambda before=before: len(losses(tmp_path, "stopped")) > before + 2)
+        for victim in victims:
+            os.kill(ranks[victim].pid, signal.SIGTERM)
+        assert ended(ranks) == [TERMINATED] * 2
+        trained = losses(tmp_path, "stopped")
+        before = len(trained)
+        assert sorted(trained) == list(range(before)), victims
+        (line,) = (printed / "stderr").read_text().splitlines()
+        assert line == (
+            f"error: stopped by SIGTERM after step {before - 1}: saved in {tmp_path / 'state'}; the"
+            " same command continues there"
+        )
+    assert assert_resumes_to_the_same_losses(build, tmp_path, whole, dp) == before
 
 
 def test_without_a_state_it_ends_after_the_step_and_says_that_nothing_is_saved(build, tmp_path):
@@ -127,7 +133,7 @@ def test_without_a_state_it_ends_after_the_step_and_says_that_nothing_is_saved(b
 def test_torchrun_passes_sigterm_on_and_the_run_resumes(build, whole, tmp_path):
     options = {"state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
     arguments = given(build, tmp_path, "stopped", **options)
-    (launcher,) = start(1, tmp_path, *TORCHRUN, *COMMAND, *arguments)
+    (launcher,) = start(1, tmp_path, *TORCHRUN, "-m", *COMMAND, *arguments)  # each a new Python
     try:
         wait_until(lambda: len(losses(tmp_path, "stopped")) > 2)
         launcher.terminate()
@@ -143,7 +149,11 @@ def test_a_kill_in_a_save_leaves_a_state_that_resumes_to_the_same_losses(build, 
     state = tmp_path / "state"
     options = {"state": state, "steps": 100_000, "save_every": 1}
     ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", **options))
-    kill_once(ranks, lambda: len(losses(tmp_path, "stopped")) > 3 and list(state.glob("*.new/*")))
+    kill_once(
+        ranks,
+        lambda: len(losses(tmp_path, "stopped")) > 3 and list(state.glob("*.new/*")),
+        DEADLINE_S,
+    )
     assert assert_resumes_to_the_same_losses(build, tmp_path, whole) >= 3
 
 
@@ -207,7 +217,9 @@ def test_a_lost_rank_is_told_once_by_those_that_are_left(build, tmp_path):
 @pytest.mark.slow
 def test_the_fault_of_one_rank_is_told_by_that_rank_alone(build, tmp_path):
     arguments = [build, "--plan=auto", "--device=cpu", "--figures=/dev/full"]  # of the first
-    result = launch(1, tmp_path, *TORCHRUN, *COMMAND, *arguments, most_s=DEADLINE_S)
+    # forked, so that none imports torch again
+    command = (*TORCHRUN, "--run-path", "--start-method=fork", ROOT / "engine" / "__main__.py")
+    result = launch(1, tmp_path, *command, "train", *arguments, most_s=DEADLINE_S)
     lines = [line for line in result.stderr.splitlines() if "error: " in line]
     assert [line for line in lines if "/dev/full: No space left" in line] == lines[:1] != []
     assert "does not answer" not in result.stderr
