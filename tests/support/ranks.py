@@ -158,6 +158,11 @@ def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 9
         process(_say, str(folder), rank, world_size, work, arguments) for rank in range(world_size)
     ]
     _join(_begun(ranks), most_s)
+    return what_they_said(folder, world_size)
+
+
+def what_they_said(folder: Path, world_size: int):
+    """What `run_ranks` returned for this folder."""
     files = [folder / f"said{rank}" for rank in range(world_size)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 

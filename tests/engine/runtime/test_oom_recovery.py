@@ -8,7 +8,7 @@ import pytest
 
 from support.rank_programs.rank_cases import TOLERANCE
 from support.rank_programs.rank_out_of_memory import Shortage, run_short
-from support.ranks import run_ranks
+from support.ranks import run_ranks, what_they_said
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
 TWO = [
@@ -50,9 +50,12 @@ BACKWARD = re.compile(": (backward|input_grad|weight_grad) of micro-batch")
 
 
 @pytest.fixture(scope="module", params=[(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
-def told(request, tmp_path_factory):
+def told(request, shared):
     num_ranks, cases = request.param
-    return cases, run_ranks(tmp_path_factory.mktemp("ranks"), num_ranks, run_short, cases)
+    folder = shared(
+        f"out-of-memory-{num_ranks}", lambda folder: run_ranks(folder, num_ranks, run_short, cases)
+    )
+    return cases, what_they_said(folder, num_ranks)
 
 
 def test_all_ranks_are_told_alike_and_soon(told):

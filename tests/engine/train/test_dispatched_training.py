@@ -51,10 +51,12 @@ class Expected:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told(shared):
     """By rank, what it found."""
-    folder = tmp_path_factory.mktemp("dispatched")
-    on_ranks(RANKS, folder, _run_all, folder, str(build_heard(folder)))
+    folder = shared(
+        "dispatched-training",
+        lambda folder: on_ranks(RANKS, folder, _run_all, folder, str(build_heard(folder))),
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -42,23 +42,28 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory):
+def builds(shared):
     """By model; tiles of the tiny preset do for InternVL."""
-    root = tmp_path_factory.mktemp("packed")
-    made = {"internvl": write_tabled(root / "internvl", group_samples(make_samples(60)))}
-    for name, preset, most in (("llava", "llava_1_5", 1_800), ("qwen2_vl", "qwen2_vl", 160)):
-        groups = group_samples(make_samples(24, model=preset), most)
-        made[name] = write_build(root / name, groups, model=preset)
-    return {name: str(build) for name, build in made.items()}
+
+    def make_builds(root):
+        write_tabled(root / "internvl", group_samples(make_samples(60)))
+        for name, preset, most in (("llava", "llava_1_5", 1_800), ("qwen2_vl", "qwen2_vl", 160)):
+            groups = group_samples(make_samples(24, model=preset), most)
+            write_build(root / name, groups, model=preset)
+
+    root = shared("model-families", make_builds)
+    return {name: str(root / name) for name in LAYERS}
 
 
 @pytest.fixture(scope="module")
-def two(builds, tmp_path_factory):
+def two(shared, builds):
     """The folder with what two ranks wrote."""
-    folder = tmp_path_factory.mktemp("two")
-    for said in run_ranks(folder, 2, everything, str(folder), builds, most_s=200):
-        assert set(said.values()) == {STEPS}
-    return folder
+
+    def train(folder):
+        for said in run_ranks(folder, 2, everything, str(folder), builds, most_s=200):
+            assert set(said.values()) == {STEPS}
+
+    return shared("model-families-on-two-ranks", train)
 
 
 def losses(path):

@@ -13,7 +13,7 @@ from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.models.toy_model import make_model
 from support.rank_programs.rank_not_finite import CASES, poison, poisoned_steps, skipping_runs
-from support.ranks import run_ranks
+from support.ranks import run_ranks, what_they_said
 from support.trainers.engine_train import main, make, parse, run_steps
 
 torch.set_num_threads(1)
@@ -37,9 +37,10 @@ def part():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(shared):
     """What four ranks saw in each case."""
-    return run_ranks(tmp_path_factory.mktemp("ranks"), 4, poisoned_steps)
+    folder = shared("poisoned-steps", lambda folder: run_ranks(folder, 4, poisoned_steps))
+    return what_they_said(folder, 4)
 
 
 def test_one_gradient_of_one_rank_is_refused_by_all_and_changes_nothing(ranks):

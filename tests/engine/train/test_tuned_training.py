@@ -31,20 +31,22 @@ STEPS, BEHIND = 10, 3
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
+def make_build(path):
     """Of uneven groups."""
     samples = make_samples(NUM_SAMPLES)
     groups = group_samples(samples[:90], max_tokens=160) + group_samples(
         samples[90:], max_tokens=40
     )
-    return write_tabled(tmp_path_factory.mktemp("packed") / "build", groups)
+    return write_tabled(path, groups)
 
 
 @pytest.fixture(scope="module")
-def two(build, tmp_path_factory):
+def two(shared):
     """The folder with what two ranks wrote down."""
-    folder = tmp_path_factory.mktemp("two")
+    return shared("tuned-on-two-ranks", run_two)
+
+
+def run_two(folder):
     for case in TWO:
         stated_profile(folder / f"{case.name}.json", case.vision_us)
     stated_profile(folder / "profile.json")
@@ -53,18 +55,19 @@ def two(build, tmp_path_factory):
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns"):
             kind[name] = [1_000_000 for _ in kind[name]]  # however large a micro-batch is
     (folder / "other.json").write_text(json.dumps(other))
-    on_ranks(2, folder, run_all, folder, build, TWO, STEPS, BEHIND)
-    return folder
+    on_ranks(2, folder, run_all, folder, make_build(folder / "build"), TWO, STEPS, BEHIND)
 
 
 @pytest.fixture(scope="module")
-def four(build, tmp_path_factory):
+def four(shared):
     """The folder with what four ranks wrote down."""
-    folder = tmp_path_factory.mktemp("four")
+    return shared("tuned-on-four-ranks", run_four)
+
+
+def run_four(folder):
     for case in FOUR:
         stated_profile(folder / f"{case.name}.json", case.vision_us)
-    on_ranks(4, folder, run_epochs, folder, build, FOUR)
-    return folder
+    on_ranks(4, folder, run_epochs, folder, make_build(folder / "build"), FOUR)
 
 
 def of_ranks(folder, name, count=2):

@@ -13,7 +13,7 @@ from support.rank_programs.rank_memory_trials import (
     every_mask,
     observe,
 )
-from support.ranks import run_ranks
+from support.ranks import run_ranks, what_they_said
 
 SIZE = len(STAGES[0])
 
@@ -39,10 +39,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["two ranks", "two replicas"])
-def said(request, tmp_path_factory):
+def said(request, shared):
     dp, shares = request.param
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(folder, 2 * dp, adapt_both, dp, shares, str(folder))
+    folder = shared(
+        f"recompute-trials-{dp}",
+        lambda folder: run_ranks(folder, 2 * dp, adapt_both, dp, shares, str(folder)),
+    )
+    return what_they_said(folder, 2 * dp)
 
 
 def test_all_ranks_of_all_replicas_choose_alike(said):
