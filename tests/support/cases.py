@@ -44,6 +44,11 @@ def for_each(
     return decorate
 
 
+def draws(few: int) -> range:
+    """Seeds of random cases: so few, or as many as `ISOBATCH_TEST_DRAWS` asks for."""
+    return range(int(os.environ.get("ISOBATCH_TEST_DRAWS", few)))
+
+
 def record(kind: str, name: str, value: int | str) -> None:
     """Keep what was found of a family, if that is asked for (`ISOBATCH_RECORD_FAMILIES`).
 

@@ -14,7 +14,7 @@ from engine.planning.recompute import (
 )
 from engine.simulator.evaluate import memory_of, schedule_for
 from engine.simulator.stages import stage_costs
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.random_costs import SHAPES, random_model, vlm
 
 
@@ -46,7 +46,7 @@ def subsets(num_layers):
     return (np.array(bits) for bits in itertools.product([False, True], repeat=num_layers))
 
 
-@for_each("seed", range(200))
+@for_each("seed", draws(80))
 def test_the_kernel_s_peak_is_that_of_the_memory_model(seed):
     costs, borders, schedule, _ = instance(seed, most_layers=15)
     recompute = np.random.default_rng(seed).random(costs.num_layers) < 0.5
@@ -57,7 +57,7 @@ def test_the_kernel_s_peak_is_that_of_the_memory_model(seed):
         assert peak_bytes(layers, order, borders[:-1][own], borders[1:][own], recompute) == peak
 
 
-@for_each("seed", range(120))
+@for_each("seed", draws(50))
 def test_the_choice_takes_as_little_time_as_the_best_of_all_subsets(seed):
     costs, borders, schedule, memory = instance(seed)
     extra = costs.recompute_ns.sum(axis=1)
@@ -73,7 +73,7 @@ def test_the_choice_takes_as_little_time_as_the_best_of_all_subsets(seed):
     assert extra[chosen].sum() == min(extra[s].sum() for s in fitting)
 
 
-@for_each("seed", range(120))
+@for_each("seed", draws(50))
 def test_minimal_choices_are_a_part_of_every_subset_that_fits_but_for_equal_layers(seed):
     costs, borders, schedule, memory = instance(seed)
     chooser, layers = RecomputeChooser(costs, schedule, memory), layer_memory(costs)
@@ -98,7 +98,7 @@ def test_minimal_choices_are_a_part_of_every_subset_that_fits_but_for_equal_laye
         assert all(peaks(costs, borders, schedule, s)[rank] <= memory for s in choices)
 
 
-@for_each("seed", range(100))
+@for_each("seed", draws(40))
 def test_of_equal_layers_of_a_stage_the_first_ones_need_least_memory(seed):
     costs, borders, schedule, _ = instance(seed)
     for stage in range(len(borders) - 1):
@@ -116,7 +116,7 @@ def test_of_equal_layers_of_a_stage_the_first_ones_need_least_memory(seed):
                 assert all((needs[tuple(alike[:count])] <= other).all() for other in needs.values())
 
 
-@for_each("seed", range(100))
+@for_each("seed", draws(40))
 def test_one_more_recomputed_layer_never_needs_more_memory(seed):
     costs, borders, schedule, _ = instance(seed, most_layers=12)
     rng = np.random.default_rng(seed)

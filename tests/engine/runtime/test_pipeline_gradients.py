@@ -10,10 +10,10 @@ from support.rank_programs.rank_cases import Case, run_cases
 BF16, BF16_SHARDED = TrainingMode(zero_stage=0), TrainingMode()
 FP32_SHARDED = TrainingMode(precision="fp32")
 TWO = [
-    Case(name="1f1b", pp=2),
-    Case(name="gpipe", pp=2, schedule="gpipe"),
-    Case(name="zero bubble", pp=2, schedule="zero_bubble"),
-    Case(name="interleaved", pp=2, schedule="interleaved", stages_per_rank=2),
+    Case(name="1f1b", pp=2, counts=(4, 1, 2)),
+    Case(name="gpipe", pp=2, schedule="gpipe", counts=(4, 1, 2)),
+    Case(name="zero bubble", pp=2, schedule="zero_bubble", counts=(4, 1, 2)),
+    Case(name="interleaved", pp=2, schedule="interleaved", stages_per_rank=2, counts=(4, 1, 2)),
     Case(
         name="interleaved, three stages each",
         pp=2,
@@ -44,7 +44,7 @@ TWO = [
     Case(name="clipped", pp=2, clip=0.05),
     Case(name="text only", pp=2, text_only=tuple(range(10)), counts=(4, 2)),
     Case(name="fewer micro-batches than stages", pp=2, counts=(1, 2, 1)),
-    Case(name="replicas", pp=1, dp=2),
+    Case(name="replicas", pp=1, dp=2, counts=(4, 1, 2)),
     Case(name="sharded optimizer", pp=1, dp=2, mode=FP32_SHARDED, clip=0.05),
     Case(name="bf16 weights, masters", pp=2, mode=BF16, clip=0.05),
     Case(name="bf16, zero bubble", pp=2, mode=BF16, schedule="zero_bubble", recompute="some"),
@@ -52,7 +52,7 @@ TWO = [
     Case(name="bf16, sharded masters, frozen", pp=1, dp=2, mode=BF16_SHARDED, frozen=("vision",)),
 ]
 FOUR = [
-    Case(name="1f1b", pp=4),
+    Case(name="1f1b", pp=4, counts=(5, 1, 2)),
     Case(name="gpipe, some recomputed", pp=4, schedule="gpipe", recompute="some"),
     Case(name="zero bubble", pp=4, schedule="zero_bubble", counts=(6, 2, 9)),
     Case(name="interleaved", pp=4, schedule="interleaved", stages_per_rank=2, counts=(5, 3, 8)),

@@ -5,7 +5,7 @@ import pytest
 
 from engine.simulator.program import make_program
 from engine.simulator.schedule import one_f_one_b
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.random_steps import (
     NAMES,
     as_oracle,
@@ -18,7 +18,7 @@ from support.costs.random_steps import (
 from support.oracles.simulation_oracle import Pipeline
 
 
-@for_each("seed", range(100))
+@for_each("seed", draws(40))
 def test_operations_wait_for_what_their_passes_need_and_nothing_else(seed):
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng)

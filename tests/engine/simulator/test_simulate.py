@@ -17,7 +17,7 @@ from engine.simulator.schedule import (
     zero_bubble,
 )
 from engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.random_steps import (
     LETTERS,
     NAMES,
@@ -59,7 +59,7 @@ def oracle_times(schedule, stages, encodings=None):
     return pairs[:, 0], pairs[:, 1]
 
 
-@for_each("seed", range(250))
+@for_each("seed", draws(80))
 def test_every_operation_runs_when_an_event_by_event_simulation_says(seed):
     schedule, stages, encodings = random_case(seed)
     timeline = simulate(make_program(schedule, stages, encodings))
@@ -69,7 +69,7 @@ def test_every_operation_runs_when_an_event_by_event_simulation_says(seed):
     assert timeline.step_ns == end.max()
 
 
-@for_each("seed", range(200))
+@for_each("seed", draws(60))
 def test_orders_that_come_to_a_standstill_are_the_same_ones(seed):
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng)
@@ -260,7 +260,7 @@ def test_interleaved_zero_bubble_waits_as_its_docstring_says():
     np.testing.assert_allclose(waiting[1], 0.040, atol=5e-4)
 
 
-@for_each("seed", range(150))
+@for_each("seed", draws(50))
 def test_a_step_takes_longer_by_whatever_its_critical_path_does(seed):
     schedule, stages, encodings = random_case(seed)
     program = make_program(schedule, stages, encodings)
@@ -294,7 +294,7 @@ def test_what_held_a_result_up_on_its_way_is_on_the_critical_path():
     ]
 
 
-@for_each("seed", range(100))
+@for_each("seed", draws(40))
 def test_ways_carry_one_result_at_a_time_in_order(seed):
     schedule, stages, encodings = random_case(seed)
     timeline = simulate(make_program(schedule, stages, encodings))

@@ -82,10 +82,10 @@ def test_a_step_is_skipped_by_all_ranks_and_a_resume_repeats_the_losses(build, t
         assert own["whole, finite"]
         assert own["resumed, finite"]
     whole, begun, resumed = (losses(tmp_path, name) for name in ("whole", "begun", "resumed"))
-    assert sorted(whole) == [0, 1, 3, 4, 5, 6, 7]
+    assert sorted(whole) == [0, 1, 3, 4, 5]
     assert begun | resumed == whole
-    assert sorted(resumed) == [4, 5, 6, 7]
-    assert newest_state(tmp_path / "state").name == "step-8"
+    assert sorted(resumed) == [4, 5]
+    assert newest_state(tmp_path / "state").name == "step-6"
 
 
 def losses(folder, name):

@@ -42,7 +42,7 @@ class Case:
     """Parts of the model, or places of layers."""
     tied: bool = True
     clip: float | None = None
-    counts: tuple[int, ...] = (4, 1, 2)
+    counts: tuple[int, ...] = (3, 1)
     """Micro-batches of each step and replica."""
     text_only: tuple[int, ...] = (1,)
     """Places of micro-batches without images."""

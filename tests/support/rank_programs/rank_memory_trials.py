@@ -91,7 +91,7 @@ def adapt_both(said, dp, shares, folder):
     """
     replica, generator = dist.get_rank() // 2, torch.Generator().manual_seed(3)
     batches = [
-        Rows(values=torch.randn(40 + 8 * replica, WIDTH, generator=generator)) for _ in range(3)
+        Rows(values=torch.randn(40 + 8 * replica, WIDTH, generator=generator)) for _ in range(2)
     ]
     pipelines = [list(range(first, first + 2)) for first in range(0, 2 * dp, 2)]
     for schedule in shares:

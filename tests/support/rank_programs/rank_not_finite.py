@@ -128,9 +128,9 @@ def skipping_runs(said, build, folder, *options):
     """Skip a poisoned step: in one run, and in one that ends after it and is resumed."""
     state = f"--state={folder}/state"
     parts = {
-        "whole": ["--steps=8", "--not-finite=skip"],
+        "whole": ["--steps=6", "--not-finite=skip"],
         "begun": ["--steps=4", "--not-finite=skip", "--save-every=3", state],
-        "resumed": ["--steps=8", state],
+        "resumed": ["--steps=6", state],
     }
     for name, own in parts.items():
         figures = f"--figures={folder}/{name}.jsonl"

@@ -18,7 +18,7 @@ from engine.planning.search.limits import MOST_WINDOWS, SearchLimits
 from engine.planning.search.local_search import PartitionEvaluator
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import make_schedule
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.random_costs import SHAPES, instance, peak, random_model, vlm
 
 PLENTY = 10**15
@@ -47,7 +47,7 @@ def check(costs, schedule, memory, best):
 
 
 @pytest.mark.slow
-@for_each("seed", range(40))
+@for_each("seed", draws(15))
 def test_nothing_beats_it_of_all_partitions_and_all_subsets_of_recomputed_layers(seed):
     costs, schedule, memory = instance(seed, most_layers=6)
     outcomes = (
@@ -59,7 +59,7 @@ def test_nothing_beats_it_of_all_partitions_and_all_subsets_of_recomputed_layers
     check(costs, schedule, memory, min((outcome.step_ns for outcome in outcomes), default=None))
 
 
-@for_each("seed", range(120))
+@for_each("seed", draws(50))
 def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_with_all_minimal_choices(seed):
     costs, schedule, memory = instance(1000 + seed, most_layers=12)
     chooser = RecomputeChooser(costs, schedule, memory)
@@ -75,7 +75,7 @@ def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_with_all_minimal_
     check(costs, schedule, memory, best)
 
 
-@for_each("seed", range(100))
+@for_each("seed", draws(50))
 def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_where_all_fits(seed):
     costs, schedule, _ = instance(2000 + seed, most_layers=12)
     nothing = np.zeros(costs.num_layers, bool)
@@ -219,7 +219,7 @@ def ticking(deadline_s):
     return SearchLimits(deadline_s=deadline_s, clock=lambda: float(next(looks))), looks
 
 
-@for_each("seed", range(40))
+@for_each("seed", draws(15))
 def test_whenever_the_time_is_up_the_plan_is_no_slower_than_an_anchor_and_the_bound_holds(seed):
     costs, schedule, memory = instance(6000 + seed, most_layers=12)
     try:
