@@ -14,7 +14,10 @@ from torch import Tensor
 
 from balance.types import LABEL_IGNORE
 
-_OF_TEXT = {"input_ids", "labels", "attention_mask", "position_ids"}
+OF_TEXT = {
+    *("input_ids", "labels", "attention_mask", "position_ids"),
+    *("token_type_ids", "mm_token_type_ids"),
+}
 """What a processor gives next to media, and what is made for packed samples here."""
 
 
@@ -101,7 +104,7 @@ def _ids(name: str, given: Any, also: int = 0) -> NDArray[np.int32]:
 def _media(given: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """Images, or arrays by name."""
     if isinstance(given, Mapping):
-        if wrong := sorted(_OF_TEXT & given.keys()):
+        if wrong := sorted(OF_TEXT & given.keys()):
             raise ValueError(f"media has {wrong[0]}, which is of the text; leave it out")
         arrays = {str(key): torch.as_tensor(each).detach().cpu() for key, each in given.items()}
         if wrong := [name for name, array in arrays.items() if not array.dim()]:

@@ -18,6 +18,7 @@ from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs._audio import audio_arguments, has_clips, with_blank_clip
 from loaders.batch.model_inputs._padding import padded_text
+from loaders.batch.model_inputs._processed_family import as_own_rule
 from loaders.batch.model_inputs._registry import family_of
 from loaders.batch.model_inputs.family import (
     Arguments,
@@ -52,7 +53,8 @@ def model_inputs(
     unused parameter, FSDP does not hang, and empty micro-batches work. So it is with a clip of
     silence for a model with audio. Otherwise a micro-batch without images has no `pixel_values`,
     and an empty one, which no model accepts, is a ValueError. What `encode=` gives without `model=`
-    has no blank image; an empty micro-batch is then one token.
+    has a blank image for Qwen-VL, GLM-V, Gemma 3 and PaliGemma only; else an empty micro-batch is
+    one token.
 
     `with_labels=False` leaves out labels and divisor, for a loss of your own: that of the logits'
     first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that. With
@@ -63,6 +65,7 @@ def model_inputs(
     unequal weight, which transformers' losses do not know, and attention that cannot keep packed
     samples apart.
     """
+    batch = as_own_rule(batch, config)
     family = family_of(config, batch)
     _check_media(batch, config, family)
     if with_labels and batch.loss_weights is not None:

@@ -11,7 +11,7 @@ import torch
 
 from balance.errors import ConfigError
 from loaders.config import LoaderConfig
-from loaders.online.encoded import Encoded
+from loaders.online.encoded import OF_TEXT, Encoded
 
 if TYPE_CHECKING:
     from loaders.online.loader import PackingConfig
@@ -57,7 +57,8 @@ def encoded_item(item: Any) -> Encoded:
             arrays[name] = torch.as_tensor(value)
     arrays = {name: each for name, each in arrays.items() if each.ndim and each.numel()}
     texts = {name: arrays.pop(name, None) for name in ("input_ids", "labels", "attention_mask")}
-    arrays.pop("position_ids", None)
+    for name in OF_TEXT:  # what is left of them is made for packed samples
+        arrays.pop(name, None)
     ids, labels, mask = (None if each is None else each.reshape(-1) for each in texts.values())
     for name, each in (("labels", labels), ("attention_mask", mask)):
         if each is not None and (ids is None or len(each) != len(ids)):

@@ -135,10 +135,39 @@ def test_packs_have_the_loss_and_gradients_of_their_samples_alone(group, monkeyp
             counts = [0, 2, *(drawn.randint(0, 3) for _ in range(draw % 4))]
             counts = [(), (0, 0)][draw % 2] if draw % 5 == 1 else drawn.sample(counts, len(counts))
             batch = make_family_batch(name, counts, draw, num_loss_tokens=9)
+            assert_arrays_of_a_processor_are_taken(name, batch, model.config)
             now = assert_packed_is_as_alone(name, model, batch, 9)
             assert now == (reached or now), name
             reached = now
         record("packs", name.removesuffix("_thinker"), DRAWS)
+
+
+def assert_arrays_of_a_processor_are_taken(name, batch, config):
+    """The same images as arrays, as `encode=` gives them: none in a micro-batch without images."""
+    takes_arrays = {*GROUPS["merged"], "qwen3_5", "qwen3_5_moe", "gemma3", "paligemma"}
+    if name not in takes_arrays:
+        return
+    arrays, grids = {"pixel_values": batch.pixel_values}, batch.image_grid_thw
+    arrays |= {} if grids is None else {"image_grid_thw": grids}
+    given = dataclasses.replace(
+        batch,
+        processed=arrays if len(batch.image_sizes) else {},
+        pixel_values=torch.empty(0, 3, 1, 1),
+        image_sizes=torch.empty(0, 2, dtype=torch.long),
+        patches_per_image=torch.empty(0, dtype=torch.long),
+        image_grid_thw=None,
+    )
+    found, expected = model_inputs(given, config), model_inputs(batch, config)
+    assert found.keys() == expected.keys(), name
+    for key, value in expected.items():
+        own = [*value.items()] if isinstance(value, dict) else [(None, value)]
+        for part, each in own:
+            other = found[key] if part is None else found[key][part]
+            same = torch.equal(each, other) if isinstance(each, torch.Tensor) else each == other
+            assert same, (name, key, part)
+    clips = dataclasses.replace(given, processed=arrays | {"pixel_values_videos": grids})
+    with pytest.raises(ConfigError, match=r"pixel_values_videos of encode=: .* images"):
+        model_inputs(clips, config)
 
 
 PIXELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}

@@ -132,6 +132,7 @@ class Processed(torch.utils.data.Dataset):
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": torch.zeros_like(ids),
             "labels": torch.where(torch.arange(tokens) < 3, -100, ids),
             "pixel_values": torch.full((rows, 3, 2, 2), float(number)),
             "image_grid_thw": [[1, 1, rows]] if rows else [],
@@ -157,6 +158,7 @@ def test_processed_items_are_packed_as_they_are():
                     (number,) = set(ids.tolist())
                     assert name == f"item-{number}"
                     found.append(number)
+                assert {*batch.processed} <= {"pixel_values", "image_grid_thw"}
                 patches = [
                     number for number in found[-batch.num_samples :] for _ in range(number % 4)
                 ]
