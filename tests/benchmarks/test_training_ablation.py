@@ -201,7 +201,7 @@ def test_every_ingredient_of_pipetune_runs_with_real_compute_and_the_same_losses
     machine = ranks.Machine(cpu_clock=True)
     # each layer is measured and trained in the same way, so a few narrow ones do
     shape = replace(
-        real_pipetune.SHAPE, vit_depth=6, llm_depth=5, llm_width=96, vocabulary=864, vit_width=36
+        real_pipetune.SHAPE, vit_depth=4, llm_depth=4, llm_width=96, vocabulary=864, vit_width=36
     )
     rows = ranks.on_ranks(2, real_pipetune.run, 1, 8, 2, (1.0, 2.0), shape, machine=machine)
     first, careful, *tuned = rows

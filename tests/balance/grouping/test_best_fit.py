@@ -8,6 +8,7 @@ from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import group_isf
 from balance.grouping.resources import PackedLoads, Resource
 from balance.types import Limits
+from support.cases import draws
 from support.corpora import WHOLE, lengths
 from support.oracles.fit_oracle import best_by_brute_force, fit_oracle
 from support.oracles.lp_bound import lp_bound
@@ -59,7 +60,7 @@ def problems(draw, max_size=60):
     return list(rows.T.copy()), caps
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=len(draws(60)), deadline=None)
 @given(problems(), st.integers(0, 2**32), st.sampled_from([0, 1, 5]))
 def test_equals_the_plain_oracle_group_for_group(problem, seed, rounds):
     loads, caps = problem
@@ -185,7 +186,7 @@ def test_many_distinct_vision_loads_take_little_more_than_the_bound():
     assert len(grouped([vision, tokens], [16_384, 8192])) <= 1.02 * bound + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=len(draws(25)), deadline=None)
 @given(st.lists(st.integers(0, 2**24), min_size=1, max_size=6), st.integers(0, 2**32))
 @pytest.mark.parametrize("group", [group_best_fit, group_isf])
 def test_caps_of_more_than_64_bits_together_are_kept_and_full_samples_still_fit(group, caps, seed):

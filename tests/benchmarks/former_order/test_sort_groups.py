@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from balance.rng import random_bits
 from balance.types import Groups
+from support.cases import draws
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
@@ -54,7 +55,7 @@ def path_oracle(vision, tokens, seed):
     return shuffled[np.argsort(key[shuffled], kind="stable")]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=len(draws(80)))
 @given(
     size=st.integers(0, 300),
     most=st.tuples(

@@ -14,7 +14,7 @@ from support.builds.shard_fixture import group_samples, make_samples
 from support.rank_programs.tuned_ranks import Epoch, run_all, run_epochs, stated_profile
 from support.ranks import on_ranks
 
-NUM_SAMPLES = 120
+NUM_SAMPLES = 90
 TWO = (
     Epoch(name="plain"),
     Epoch(name="own", frozen=("vision",)),
@@ -34,8 +34,8 @@ torch.set_num_threads(1)
 def make_build(path):
     """Of uneven groups."""
     samples = make_samples(NUM_SAMPLES)
-    groups = group_samples(samples[:90], max_tokens=160) + group_samples(
-        samples[90:], max_tokens=40
+    groups = group_samples(samples[:66], max_tokens=160) + group_samples(
+        samples[66:], max_tokens=40
     )
     return write_tabled(path, groups)
 

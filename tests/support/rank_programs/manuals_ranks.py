@@ -14,7 +14,7 @@ from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models.manuals_models import endless, load, make_model, make_optimizer
 
-STEPS, SAVED_BEHIND = 5, 2
+STEPS, SAVED_BEHIND = 4, 2
 """Steps in all, and those until the state is saved."""
 
 

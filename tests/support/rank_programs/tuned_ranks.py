@@ -83,7 +83,7 @@ def stated_profile(path, vision_us=900):
 
 
 def options_of(build, profile, *more):
-    tuning = ["--tune", f"--profile={profile}", "--effort=20000"]
+    tuning = ["--tune", f"--profile={profile}", "--effort=5000"]
     return parse([str(build), "--plan=auto", "--device=cpu", "--clip=inf", *tuning, *more])
 
 

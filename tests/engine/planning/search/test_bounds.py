@@ -6,11 +6,11 @@ import numpy as np
 
 from engine.planning.search._bounds import layer_sums, range_bounds, window_steps
 from engine.simulator.evaluate import evaluate
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.random_costs import instance, random_borders
 
 
-@for_each("seed", range(200))
+@for_each("seed", draws(80))
 def test_bounds_rise_with_the_window_and_end_at_the_simulated_step(seed):
     rng = np.random.default_rng(seed)
     costs, schedule, _ = instance(3000 + seed, most_layers=14, most_stages=6)
@@ -42,7 +42,7 @@ def test_bounds_rise_with_the_window_and_end_at_the_simulated_step(seed):
     assert below.tolist() == [evaluate(costs, borders, recompute, schedule).step_ns]
 
 
-@for_each("seed", range(200))
+@for_each("seed", draws(80))
 def test_a_step_is_never_faster_when_something_takes_longer(seed):
     """What every bound rests on."""
     rng = np.random.default_rng(seed)
