@@ -21,7 +21,7 @@ from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
 from engine.train.models.tiny_vlm import make_tiny_vlm
 
-IMAGE, VOCAB, MICRO_BATCHES, PP = 1, 3_000, 4, 2
+IMAGE, VOCAB, MICRO_BATCHES, PP = 1, 3_000, 3, 2
 BORDERS = np.array([0, 5, 8])
 
 
