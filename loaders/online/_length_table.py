@@ -57,6 +57,10 @@ class LengthTable:
             raise ConfigError(f"lengths_cache {folder}: {error.strerror or error}") from None
         return table
 
+    def get(self, samples: IntArray) -> NDArray[np.int32]:
+        """Rows of samples, shape (*samples.shape, ROW)."""
+        return self.rows[samples]
+
     def set(self, samples: IntArray, rows: NDArray[np.int32]) -> None:
         """Rows of samples that are known now."""
         self.rows[samples] = rows
@@ -66,6 +70,10 @@ class LengthTable:
             except OSError as error:  # on this rank alone: the others would wait for it
                 warnings.warn(f"{self._file}: lengths are not kept: {error.strerror}", stacklevel=2)
                 self._file = None
+
+    def usable_by_source(self) -> IntArray:
+        """Number of usable samples of each of the first sources, those that have any among them."""
+        return count_sources(self.rows)
 
     def _write(self, file: Path, samples: IntArray, rows: NDArray[np.int32]) -> None:
         if len(self.sources) > self._num_kept:
@@ -95,3 +103,8 @@ class LengthTable:
             return False
         self.rows[:], self.sources, self._num_kept = saved, sources, len(sources)
         return True
+
+
+def count_sources(rows: NDArray[np.int32], least: int = 0) -> IntArray:
+    """Number of usable rows of each source, of so many sources at least."""
+    return np.bincount(rows[rows[:, STATUS] == USABLE, SOURCE], minlength=least)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from balance.errors import ConfigError
 from balance.types import IntArray
 from loaders.online._packer_door import RawRecord, RecordTable, find_records
+from loaders.online.own.streams import StreamRecords, is_stream
 from loaders.online.records import BrokenRecord, Records, Transform
 
 if TYPE_CHECKING:
@@ -52,14 +53,31 @@ class PlaceRecords(Records):
 
 def open_records(dataset: Any, packing: PackingConfig, *, seed: int, shows: bool) -> Records:
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
-    if not isinstance(dataset, str | Path):
-        return Records(dataset, packing.transform, as_files=packing.encode is None)
+    as_files = packing.encode is None
+    if is_stream(dataset):
+        if packing.measure != "own":
+            raise ConfigError(
+                f"dataset is a {type(dataset).__name__}, which has no items by number; give "
+                "measure='own', with which each rank packs what it has read"
+            )
+        is_sharded = packing.is_sharded
+        return StreamRecords(dataset, packing.transform, as_files=as_files, is_sharded=is_sharded)
+    if isinstance(dataset, str | Path):
+        records: Records = _records_of(str(dataset), packing, seed, shows=shows)
+    else:
+        records = Records(dataset, packing.transform, as_files=as_files)
+    if not len(records):
+        raise ConfigError("the dataset has no records")
+    return records
+
+
+def _records_of(place: str, packing: PackingConfig, seed: int, *, shows: bool) -> PlaceRecords:
     if packing.encode is not None:
-        raise ConfigError(f"dataset {dataset}: encode= is for records in memory; give a list")
-    if not str(dataset).strip():
+        raise ConfigError(f"dataset {place}: encode= is for records in memory; give a list")
+    if not place.strip():
         raise ConfigError("dataset is empty; give a dataset, or the name or place of one")
     places = find_records(
-        str(dataset),
+        place,
         packing.data_root,
         packing.keep_columns,
         all_columns=packing.transform is not None,

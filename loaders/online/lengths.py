@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class LengthOptions:
 
 
 @dataclass(slots=True)
-class _Part:
+class MeasuredPart:
     """What one rank measured: rows of the table, and what is new about them."""
 
     rows: NDArray[np.int32]
@@ -66,6 +66,8 @@ class _Part:
     error: str = ""
     rank: int = 0
     """Of whom these samples are the share."""
+    points: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    """Rank -> where its stream is, and the dataset's state there; of streams that have one."""
 
 
 class SampleLengths:
@@ -81,8 +83,8 @@ class SampleLengths:
     ) -> None:
         """Without `exchange` this rank measures all samples."""
         self._counter, self._measure = counter, measure
-        self._rows, self._saved = table.rows, table
-        self._exchange, self._options = exchange, options
+        self._table = table
+        self._exchange, self._options, self._least = exchange, options, options.least
         self._rank = 0 if exchange is None else exchange.rank
         self._lock = threading.Lock()
         self.explained: list[str] = []
@@ -92,11 +94,11 @@ class SampleLengths:
         self._unsent: list[RejectedSample] = []
         self.sources = table.sources
         self._source_numbers = {name: number for number, name in enumerate(self.sources)}
-        self.num_measured = int(np.count_nonzero(self._rows[:, STATUS]))
+        self.num_measured = int(np.count_nonzero(table.rows[:, STATUS]))
         """Samples whose lengths are known."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table.rows)
 
     def as_build(self) -> PlannedBuild:
         """What planning asks of a build: each sample as a stored group of its own."""
@@ -129,15 +131,15 @@ class SampleLengths:
         with self._lock:
             self._unsent = [each for each in self._unsent if id(each) not in told]
         self._check_rejected()
-        return np.asarray(self._rows[samples, STATUS] == USABLE)
+        return np.asarray(self._table.get(samples)[:, STATUS] == USABLE)
 
     def column(self, name: str, samples: IntArray) -> IntArray:
         """A column of `Counts` of samples that were measured, int64, same shape."""
-        return np.asarray(self._rows[samples, COUNT_COLUMNS.index(name)], np.int64)
+        return np.asarray(self._table.get(samples)[..., COUNT_COLUMNS.index(name)], np.int64)
 
     def source_numbers(self, samples: IntArray) -> IntArray:
         """Place in `sources` of each sample's source."""
-        return np.asarray(self._rows[samples, SOURCE], np.int64)
+        return np.asarray(self._table.get(samples)[..., SOURCE], np.int64)
 
     def with_images(self, samples: IntArray, limits: Limits) -> Limits:
         """Caps that were chosen without images, with one for those that the samples have, if any.
@@ -226,7 +228,7 @@ class SampleLengths:
         for is_over, loads, reason, unit, cap in over:
             for row in np.flatnonzero(is_over & kept).tolist():
                 index = int(samples[row])
-                source = self.sources[int(self._rows[index, SOURCE])]
+                source = self.sources[int(self.source_numbers(samples[row]))]
                 detail = f"{loads[row]} {unit}, cap {cap}"
                 self._note([RejectedSample(index, f"{source}:{index}", source, reason, detail)])
             kept &= ~is_over
@@ -244,23 +246,24 @@ class SampleLengths:
 
     def source_shares(self) -> dict[str, float]:
         """Share of each source in the usable samples that are measured."""
-        usable = self._rows[self._rows[:, STATUS] == USABLE, SOURCE]
-        numbers = np.bincount(usable, minlength=len(self.sources))
-        shares = numbers / max(1, int(numbers.sum()))
-        return dict(zip(self.sources, shares.tolist(), strict=True))
+        numbers = self._table.usable_by_source()
+        shares = [*(numbers / max(1, int(numbers.sum()))).tolist(), *[0.0] * len(self.sources)]
+        return dict(zip(self.sources, shares, strict=False))
 
     def _share(self, samples: IntArray, rank: int) -> IntArray:
         """The samples that one rank measures."""
         return samples[rank :: 1 if self._exchange is None else self._exchange.size]
 
-    def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> _Part:
+    def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> MeasuredPart:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
-        unknown = samples[self._rows[samples, STATUS] == UNKNOWN]
+        unknown = samples[self._table.get(samples)[:, STATUS] == UNKNOWN]
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
-                chunk = unknown[first : first + self._counter.chunk_records]
                 if is_cancelled():
                     raise Cancelled
+                chunk = self._existing(unknown[first : first + self._counter.chunk_records])
+                if not len(chunk):
+                    continue
                 self._add(chunk, part := _part_of(self._measure(chunk)))
                 self._note(part.rejected)
                 with self._lock:  # until all ranks have it, since this window may be given up
@@ -271,14 +274,19 @@ class SampleLengths:
             if self._exchange is None:
                 raise
             reason = f"{type(error).__name__}: {error}"
-            return _Part(np.zeros((0, ROW), np.int32), [], error=f"one rank failed: {reason}")
-        rows = self._rows[samples]
+            none = np.zeros((0, ROW), np.int32)
+            return MeasuredPart(none, [], error=f"one rank failed: {reason}", rank=self._rank)
+        rows = self._table.get(samples)
         numbers, rows[:, SOURCE] = np.unique(rows[:, SOURCE], return_inverse=True)
         with self._lock:
-            names = [self.sources[each] for each in numbers]
-            return _Part(rows, names, [*self._unsent], rank=self._rank)
+            names = [self.sources[each] for each in numbers if each < len(self.sources)]
+            return MeasuredPart(rows, names, [*self._unsent], rank=self._rank)
 
-    def _add(self, samples: IntArray, part: _Part) -> None:
+    def _existing(self, samples: IntArray) -> IntArray:
+        """Those of samples that there are: only of a stream some are not."""
+        return samples
+
+    def _add(self, samples: IntArray, part: MeasuredPart) -> None:
         """Take over the rows of a part, known ones too, so that all ranks have the same."""
         if not len(samples):
             return
@@ -286,18 +294,23 @@ class SampleLengths:
             for name in part.sources:
                 if self._source_numbers.setdefault(name, len(self.sources)) == len(self.sources):
                     self.sources.append(name)
-            numbers = [self._source_numbers[name] for name in part.sources]
-        rows, known = part.rows.copy(), self._rows[samples]
+            numbers = [self._source_numbers[name] for name in part.sources] or [0]
+        rows, known = part.rows.copy(), self._table.get(samples)
         rows[:, SOURCE] = np.array(numbers, np.int32)[rows[:, SOURCE]]
         is_other = (rows != known).any(axis=1)
         if is_other.any():
-            self._saved.set(samples[is_other], rows[is_other])
-        self.num_measured += int(np.count_nonzero(known[:, STATUS] == UNKNOWN))
+            self._table.set(samples[is_other], rows[is_other])
+        is_new = (known[:, STATUS] == UNKNOWN) & (rows[:, STATUS] != UNKNOWN)
+        self.num_measured += int(np.count_nonzero(is_new))
 
     def _note(self, rejected: Sequence[RejectedSample]) -> None:
-        for each in rejected:
-            self._rows[each.index, STATUS] = REJECTED
-            self.rejected[each.index] = each
+        if not rejected:
+            return
+        indices = np.array([each.index for each in rejected], np.int64)
+        rows = self._table.get(indices)
+        rows[:, STATUS] = REJECTED
+        self._table.set(indices, rows)
+        self.rejected |= {each.index: each for each in rejected}
 
     def _check_rejected(self) -> None:
         """DataError if too many samples cannot be used; the same on all ranks."""
@@ -305,7 +318,7 @@ class SampleLengths:
         found = Counter(each.reason for each in rejected)
         number = sum(count for reason, count in found.items() if reason not in BY_CHOICE)
         most, measured = self._options.max_rejected, self.num_measured
-        if number > most * measured and measured >= min(self._options.least, len(self)):
+        if number > most * measured and measured >= min(self._least, len(self)):
             listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common(5))
             first = next(each for each in rejected if each.reason not in BY_CHOICE)
             raise DataError(
@@ -322,11 +335,11 @@ class _Identity:
         return groups
 
 
-def _part_of(counted: CountedRecords) -> _Part:
+def _part_of(counted: CountedRecords) -> MeasuredPart:
     names = list(dict.fromkeys(counted.sources))
     places = {name: place for place, name in enumerate(names)}
     status = np.where(counted.usable, USABLE, REJECTED)
     sources = [places[name] for name in counted.sources]
     extra = np.stack([status, sources], axis=1)
     rows = np.concatenate([counted.counts, extra], axis=1).astype(np.int32)
-    return _Part(rows, names, counted.rejected)
+    return MeasuredPart(rows, names, counted.rejected)

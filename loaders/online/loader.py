@@ -31,6 +31,8 @@ from loaders.online.encoded import Encode
 from loaders.online.lengths import LengthOptions, SampleLengths
 from loaders.online.own.items import of_items
 from loaders.online.own.lengths import OwnLengths
+from loaders.online.own.recent_rows import RecentRows
+from loaders.online.own.streams import StreamRecords
 from loaders.online.own.windows import OwnWindows
 from loaders.online.reader import KEPT_BYTES, RecordReader
 from loaders.online.records import Transform, identity_of
@@ -88,9 +90,11 @@ class PackingConfig:
     the same each time.
     """
     measure: Literal["together", "own"] = "together"
-    """"own": each rank packs what it has loaded itself, where items are samples already, with
-    `input_ids`, and so have a length only once they are loaded.
+    """"own": each rank packs what it has loaded itself, for IterableDatasets, and where items are
+    samples already, with `input_ids`, and so have a length only once they are loaded.
     """
+    is_sharded: bool = False
+    """Whether an IterableDataset gives each rank its own items by itself."""
     max_tokens: int | None = None
     """LLM tokens of a micro-batch at most; None: chosen by the first window (`explained`)."""
     max_vision: int | None = None
@@ -136,6 +140,7 @@ class PackingOptions(LoaderOptions, total=False):
     keep_columns: tuple[str, ...]
     transform: Transform | None
     measure: Literal["together", "own"]
+    is_sharded: bool
     max_tokens: int | None
     max_vision: int | None
     packing: bool
@@ -153,7 +158,7 @@ class BalancedLoader(StepStream):
     place of what `packer build --dataset` takes, whose records are then read into a cache
     (`packer.count.record_table`). What a sample costs is said by `model` (a preset, a folder or a
     Hub id), by a `processor`, or by `encode`, a function that gives the sample of any record. With
-    `measure="own"` items may be samples already.
+    `measure="own"` it may also be an IterableDataset, and items may be samples already.
 
     All ranks make the loader at the same place of their programs, and iterate together. Without
     torch.distributed, `dp_rank` and `dp_world_size` may be given: each rank then measures all
@@ -199,8 +204,6 @@ class BalancedLoader(StepStream):
         if packing.measure == "own":
             packing = self._packing = of_items(dataset, packing, config)
         records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
-        if not len(records):
-            raise ConfigError("the dataset has no records")
         self._counter = counter = open_counter(packing, config, records.places)
         self.model, self.vocab_size = counter.model, counter.vocab_size
         self.image_token_id = counter.image_token_id
@@ -220,18 +223,19 @@ class BalancedLoader(StepStream):
         kept_bytes = sys.maxsize if is_own else KEPT_BYTES
         extras = packing.keep_columns
         reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept_bytes)
-        counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
-        table = LengthTable.open(packing.lengths_cache, records, counted, may_write=is_leader)
-        reader.lengths = lengths = (OwnLengths if is_own else SampleLengths)(
-            counter, reader.measure, table, exchange, options
-        )
-        if isinstance(lengths, OwnLengths):
-            lengths.open(reader, config.ranks(), self._checks)
-        # items that are loaded may be others each time
-        own = f"{len(records)} {counter.identity}" if is_own else identity_of(records, counter)
-        identity: dict[str, object] = {"dataset": own, "window": self._window_identity()}
-        windows = OwnWindows if is_own else WindowGroups
-        self._lengths = lengths
+        windows: type[WindowGroups] = WindowGroups
+        if is_own:
+            windows = OwnWindows
+            own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
+            name = own.open(records, reader, config.ranks(), self._checks)
+            lengths: SampleLengths = own
+        else:
+            folder, name = packing.lengths_cache, identity_of(records, counter)
+            counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
+            table = LengthTable.open(folder, records, counted, may_write=is_leader)
+            lengths = SampleLengths(counter, reader.measure, table, exchange, options)
+        reader.lengths = self._lengths = lengths
+        identity: dict[str, object] = {"dataset": name, "window": self._window_identity()}
         self._source = windows(lengths.as_build(), lengths, self._settings(), identity)
         self._told = {"dataset": str(self._source.identity)}
         self._steps = Steps(self._source, config.step_config(), config.planner)
@@ -285,8 +289,11 @@ class BalancedLoader(StepStream):
     def __len__(self) -> int:
         """Steps of this epoch, the same on every rank; an estimate until `is_len_exact`.
 
-        Measures the first window if nothing is measured yet; all ranks ask for it then.
+        Measures the first window if nothing is measured yet; all ranks ask for it then. TypeError
+        of an IterableDataset.
         """
+        if isinstance(self._records, StreamRecords):
+            raise TypeError("nobody knows the length of a stream before its end; give max_steps")
         groups, step_groups = self._position.expected, self._source.settings.step_groups
         is_whole = self._config.remainder == "drop"
         return groups // step_groups if is_whole else -(-groups // step_groups)
@@ -331,7 +338,7 @@ class BalancedLoader(StepStream):
         figures, stats = self._source.figures, self.stats()
         limits = self.limits
         return {
-            "records": len(self._lengths),
+            "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
             "measured": self._lengths.num_measured,
             "rejected": dict(Counter(each.reason for each in self.rejected)),
             "sources": self._lengths.source_shares(),

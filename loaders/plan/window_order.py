@@ -207,7 +207,7 @@ class WindowOrder:
             "waiting": self._epoch.members(self._waiting),
             "limits": None if self._limits is None else asdict(self._limits),
             "mean_labels": source.mean_labels,
-            **epoch.own_state(self._carried),
+            **epoch.own_state(self._consumed, self._live(), self._carried),
         }
 
     def copy(self) -> WindowOrder:
@@ -220,7 +220,7 @@ class WindowOrder:
         """Let the epoch drop the groups that neither this nor a later position needs."""
         self._epoch.source.limits = self._limits
         if len(self._waiting):
-            self._epoch.forget(int(self._waiting.min()))
+            self._epoch.forget(int(self._waiting.min()), self._consumed, self._live())
 
     def _fill(self, count: int) -> None:
         """Read windows until so many groups wait, or the epoch ends."""
@@ -229,6 +229,10 @@ class WindowOrder:
             self._waiting = np.concatenate([self._waiting, window.numbers])
             self._consumed, self._carried = window.consumed, window.carried
             self._limits = window.limits
+
+    def _live(self) -> IntArray:
+        """Samples that were read and are not given yet."""
+        return np.concatenate([self._epoch.samples(self._waiting).groups, self._carried])
 
     def _taken(self, places: IntArray) -> IntArray:
         """The waiting groups at these places, which wait no longer."""

@@ -149,8 +149,8 @@ class WindowGroups(EpochSource):
         carried = np.array(state.get("carried", []), np.int64)
         consumed, total = int(state.get("consumed", 0)), len(self.lengths)
         samples = [*waiting.samples.tolist(), *carried.tolist()]
-        known = all(0 <= sample < total for sample in samples)
-        if given < 0 or not len(samples) <= consumed <= total or not known:
+        is_known = self._are_known(samples)
+        if given < 0 or not len(samples) <= consumed <= total or not is_known:
             raise unfit_state(f"{consumed} of {total} samples, {len(samples)} of them waiting")
         if state:
             self.limits = Limits(**state["limits"]) if state.get("limits") else None
@@ -170,6 +170,9 @@ class WindowGroups(EpochSource):
         numbers = np.arange(given, given + len(waiting))
         order = WindowOrder(epoch, numbers, carried, consumed=consumed, given=given, passed=passed)
         return epoch, order
+
+    def _are_known(self, samples: list[int]) -> bool:
+        return all(0 <= sample < len(self.lengths) for sample in samples)
 
     def close(self) -> None:
         """End the threads."""
@@ -271,8 +274,8 @@ class WindowEpoch(Epoch):
         # a daemon: for others the interpreter would wait, and one may wait for another rank
         threading.Thread(target=run, name=f"isobatch-window-{consumed}", daemon=True).start()
 
-    def forget(self, before: int) -> None:
-        """Drop the groups before that number."""
+    def forget(self, before: int, consumed: int, live: IntArray) -> None:
+        """Drop the groups before that number; `live` are needed of the samples `consumed`."""
         with self._lock:
             planned = self._planned
             count = before - planned.first
@@ -288,8 +291,8 @@ class WindowEpoch(Epoch):
         """End what is under way."""
         self._closed = True
 
-    def own_state(self, carried: IntArray) -> dict[str, Any]:
-        """What a state has besides, if these samples are carried into the next window."""
+    def own_state(self, consumed: int, live: IntArray, carried: IntArray) -> dict[str, Any]:
+        """What a state has besides, after so many samples, of which some are not given yet."""
         return {}
 
     def _make(self, consumed: int, carried: IntArray) -> PlannedWindow:
@@ -329,7 +332,7 @@ class WindowEpoch(Epoch):
     def _order(self, consumed: int, carried: IntArray) -> IntArray:
         """The new samples of a window, after `consumed` of the epoch."""
         settings, total = self.source.settings, len(self.source.lengths)
-        size = min(settings.window, max(settings.first_window, consumed))
+        size = self._size(consumed)
         if settings.shuffle:
             return GlobalShuffle(
                 num_groups=total, seed=settings.seed, epoch=self.number, consumed=consumed
@@ -337,6 +340,11 @@ class WindowEpoch(Epoch):
         if total - consumed - size < SPARE_PER_RANK * settings.ranks:
             size = total
         return np.arange(consumed, min(consumed + size, total))
+
+    def _size(self, consumed: int) -> int:
+        """New samples of a window."""
+        settings = self.source.settings
+        return min(settings.window, max(settings.first_window, consumed))
 
     def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
         """Groups of samples, and samples that wait for the next window."""

@@ -16,18 +16,19 @@ UNIT = 1 << 16
 """A mean load, in which loads are compared."""
 
 
-def deal(count: int, held: Sequence[int]) -> list[int]:
+def deal(count: int, held: Sequence[int], least: Sequence[int | None]) -> list[int]:
     """How many of `count` more samples each rank gets, so that all then hold equally many.
 
-    A rank with longer samples keeps more for later, and so gets fewer.
+    A rank with longer samples keeps more for later, and so gets fewer, but at least `least`. None:
+    it has no more.
 
-    >>> deal(8, [5, 1, 0])
-    [0, 4, 4]
+    >>> deal(8, [5, 1, 0], [0, 0, 0]), deal(4, [9, 1, 0], [1, 1, None])
+    ([0, 4, 4], [1, 3, 0])
     """
-    given = [0] * len(held)
-    ranks = [(each, rank) for rank, each in enumerate(held)]
+    given = [each or 0 for each in least]
+    ranks = [(held[rank] + each, rank) for rank, each in enumerate(least) if each is not None]
     heapify(ranks)
-    for _ in range(count):
+    for _ in range(count - sum(given) if ranks else 0):
         total, rank = ranks[0]
         heapreplace(ranks, (total + 1, rank))
         given[rank] += 1

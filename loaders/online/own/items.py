@@ -12,6 +12,7 @@ import torch
 from balance.errors import ConfigError
 from loaders.config import LoaderConfig
 from loaders.online.encoded import OF_TEXT, Encoded
+from loaders.online.own.streams import first_item, is_stream
 
 if TYPE_CHECKING:
     from loaders.online.loader import PackingConfig
@@ -35,7 +36,7 @@ def of_items(dataset: Any, packing: PackingConfig, config: LoaderConfig) -> Pack
     is_sample = packing.model is None and packing.processor is None
     if packing.encode is None and not is_sample:
         try:
-            first = dataset[0]
+            first = first_item(dataset) if is_stream(dataset) else dataset[0]
             first = packing.transform(first) if packing.transform else first
             is_sample = isinstance(first, Mapping) and "input_ids" in first
         except Exception:  # what is wrong with it will be said when it is loaded
@@ -59,6 +60,9 @@ def encoded_item(item: Any) -> Encoded:
     texts = {name: arrays.pop(name, None) for name in ("input_ids", "labels", "attention_mask")}
     for name in OF_TEXT:  # what is left of them is made for packed samples
         arrays.pop(name, None)
+    ids = texts["input_ids"]
+    if ids is not None and ids.ndim > 1 and len(ids) > 1:
+        raise ValueError(f"input_ids has the shape {tuple(ids.shape)}: an item is one sample")
     ids, labels, mask = (None if each is None else each.reshape(-1) for each in texts.values())
     for name, each in (("labels", labels), ("attention_mask", mask)):
         if each is not None and (ids is None or len(each) != len(ids)):

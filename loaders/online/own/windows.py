@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from balance.errors import ConfigError
 from balance.rng import PLANNED, random_permutation
 from balance.types import Groups, IntArray, Limits
+from loaders.online._exchange import Cancelled
 from loaders.online.own._rounds import deal, make_rounds
 from loaders.online.own.lengths import OwnLengths
 from loaders.plan.window_order import WindowOrder
@@ -28,45 +30,61 @@ class OwnEpoch(WindowEpoch):
         """What ranks have loaded."""
         return cast("OwnLengths", self.source.lengths)
 
-    def forget(self, before: int) -> None:
+    def __len__(self) -> int:
+        """Number of groups; of a stream at least as many before its end."""
+        if not self.lengths.is_endless or self.is_planned:
+            return super().__len__()
+        return self._planned.first + len(self._planned.groups) + self.source.settings.step_groups
+
+    def forget(self, before: int, consumed: int, live: IntArray) -> None:
         """Drop the groups before that number, and what was loaded for them."""
         planned = self._planned
         numbers = np.arange(max(self._forgotten, planned.first), before)
-        self.lengths.drop(planned.members(numbers).samples)
+        self.lengths.drop(planned.members(numbers).samples, consumed, live)
         self._forgotten = before
-        super().forget(before)
+        super().forget(before, consumed, live)
 
     def close(self) -> None:
-        """End what is under way, and wait until it has."""
+        """End what is under way, and wait until it has: a stream has one reader."""
         super().close()
         with self._making:
             pass
 
-    def own_state(self, carried: IntArray) -> dict[str, Any]:
-        """Which ranks there are, and what each carries."""
-        return self.lengths.state(carried)
+    def own_state(self, consumed: int, live: IntArray, carried: IntArray) -> dict[str, Any]:
+        """Which ranks there are, and what each is to load again."""
+        return self.lengths.state(consumed, live, carried)
 
     def _order(self, consumed: int, carried: IntArray) -> IntArray:
         """Each sample for a rank: those that keep many get few."""
-        lengths, ranks = self.lengths, self.source.settings.ranks
-        samples = super()._order(consumed, carried)
+        lengths, settings = self.lengths, self.source.settings
+        if self._closed:  # what ranks are to load is another epoch's now
+            raise Cancelled
+        ranks = settings.ranks
         held = np.bincount(lengths.rank_of(carried), minlength=ranks).tolist()
-        owners = np.repeat(np.arange(ranks), deal(len(samples), held))
-        lengths.owners |= dict(zip(samples.tolist(), owners.tolist(), strict=True))
-        return samples
+        if lengths.stream is None:
+            samples = super()._order(consumed, carried)
+            owners = np.repeat(np.arange(ranks), deal(len(samples), held, [0] * ranks))
+            lengths.owners |= dict(zip(samples.tolist(), owners.tolist(), strict=True))
+            return samples
+        size, (read, ended) = self._size(consumed), lengths.at
+        counts = deal(size, held, [None if each else 1 for each in ended])
+        numbers = [first + np.arange(n) for first, n in zip(read, counts, strict=True)]
+        return np.concatenate([each * ranks + rank for rank, each in enumerate(numbers)])
 
     def _pack(
         self, samples: IntArray, loads: Loads, limits: Limits, consumed: int, *, is_last: bool
     ) -> tuple[Groups, IntArray]:
         """Groups that each rank has of its samples, in rounds; others wait."""
-        owners, made = self.lengths.rank_of(samples), list[Groups]()
-        for rank in range(self.source.settings.ranks):
+        owners, made, lengths = self.lengths.rank_of(samples), list[Groups](), self.lengths
+        ended = [False] * lengths.ranks[1] if lengths.stream is None else lengths.at[1].tolist()
+        for rank in range(len(ended)):
             rows = np.flatnonzero(owners == rank)
             own = loads[0][rows], loads[1][rows]
             groups, _ = super()._pack(samples[rows], own, limits, consumed, is_last=is_last)
             made.append(Groups(rows[groups.samples], groups.offsets))
-        # as many rounds as all ranks have groups for, at the end as any has
-        count = (max if is_last else min)(map(len, made))
+        # as many rounds as any rank has groups for at the end, before that as all that still read
+        reading = [len(each) for each, is_over in zip(made, ended, strict=True) if not is_over]
+        count = max(map(len, made)) if is_last else min(reading)
         seed = self.source.settings.seed
         order = random_permutation(count, seed, PLANNED, self.number, consumed)
         rounds = make_rounds(made, loads, count, order)
@@ -82,17 +100,45 @@ class OwnWindows(WindowGroups):
         """Nothing: what an epoch has loaded is kept until its end."""
 
     def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
-        """An epoch, and its order after a position, maybe of other ranks."""
-        if self._epoch is not None:
-            self._epoch.close()
-        ranks = self.settings.ranks
+        """An epoch, and its order after a position, maybe of other ranks.
+
+        ConfigError for other ranks within an epoch of a stream.
+        """
+        lengths, ranks = cast("OwnLengths", self.lengths), self.settings.ranks
         waiting, owners = state.get("waiting", []), state.get("owners", [])
-        if state.get("ranks", ranks) != ranks:  # dealt in turn; empty groups fill the last round
+        if state.get("ranks", ranks) != ranks:
+            if lengths.stream is not None:
+                state = _on_other_ranks(state, ranks)
+            # dealt in turn; empty groups fill the last round
             waiting = [group for group in waiting if group]
             waiting += [[]] * (-len(waiting) % ranks)
             owners = [n % ranks for n in range(len(owners))]
             state = {**state, "waiting": waiting}
+        if self._epoch is not None:
+            self._epoch.close()
         owner_of = {sample: n % ranks for n, group in enumerate(waiting) for sample in group}
-        owner_of |= zip(state.get("carried", []), owners, strict=True)
-        cast("OwnLengths", self.lengths).restart(number, owner_of)
+        carried = state.get("carried", [])
+        owner_of |= zip(carried, owners or [0] * len(carried), strict=True)
+        lengths.restart(number, owner_of, state.get("streams"))
         return super().begin(number, state)
+
+    def _are_known(self, samples: list[int]) -> bool:
+        lengths, ranks = cast("OwnLengths", self.lengths), self.settings.ranks
+        if lengths.stream is None:
+            return super()._are_known(samples)
+        return all(0 <= each // ranks < lengths.at[0][each % ranks] for each in samples)
+
+
+def _on_other_ranks(state: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The state of a stream before an epoch's first item or after its last group."""
+    if not state["consumed"]:
+        return {**state, "streams": None}
+    has_ended = all(each["ended"] for each in state["streams"])
+    if has_ended and not any(state["waiting"]) and not state["carried"]:
+        counts = [state["consumed"]] + [0] * (ranks - 1)
+        ended = [{"read": count, "ended": True, "points": []} for count in counts]
+        return {**state, "streams": ended}
+    raise ConfigError(
+        f"state is from within an epoch of a stream on {state['ranks']} ranks, and this loader has "
+        f"{ranks}: resume on as many, or start an epoch (`set_epoch`)"
+    )

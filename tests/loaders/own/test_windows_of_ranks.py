@@ -4,19 +4,23 @@ import json
 import os
 import pickle
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS
 from loaders.online._exchange import Cancelled
-from loaders.online._length_table import ROW, LengthTable
+from loaders.online.own.recent_rows import RecentRows
 from loaders.online._packer_door import RejectedSample
 from loaders.online.lengths import LengthOptions
 from loaders.online.own.lengths import OwnLengths
+from loaders.online.own.streams import StreamRecords
 from loaders.online.own.windows import OwnWindows
 from loaders.online.reader import RecordReader
 from loaders.online.records import Records
@@ -41,7 +45,7 @@ class Counted:
 class Counter:
     """Records have patches and tokens, or are bad."""
 
-    model = load_model("tiny")
+    model, identity = load_model("tiny"), "drawn"
 
     def count(self, indices, values):
         rows = np.zeros((len(values), len(COUNT_COLUMNS)), np.int32)
@@ -86,17 +90,43 @@ class Exchange:
             return [pickle.loads(told[rank]) for rank in range(self.size)]
 
 
-def make_ranks(rows, world, micro_batches, *, window, state=None):
+class Stream(torch.utils.data.IterableDataset):
+    """Items one after the other, of this rank alone, or of all; they may have no end."""
+
+    def __init__(self, items):
+        self.items, self.next = items, 0
+
+    def __iter__(self):
+        for item in islice(self.items, self.next, None):
+            self.next += 1
+            yield item
+
+
+class SavingStream(Stream):
+    """With a position that it can come back to."""
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
+    """Of a dataset with items, or of the ranks' `streams`, or all of the one stream that is there."""
     ranks, exchange = [], Exchange(world)
     for rank in range(world):
-        counter = Counter()
-        reader = RecordReader(Records(rows), counter, (), may_lose=False, kept_bytes=1 << 40)
+        counter, records = Counter(), Records(rows)
+        if streams is not None:
+            own = streams[rank % len(streams)]
+            is_sharded = len(streams) > 1
+            records = StreamRecords(own, None, as_files=False, is_sharded=is_sharded)
+        reader = RecordReader(records, counter, (), may_lose=False, kept_bytes=1 << 40)
         options = LengthOptions(
             max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, least=window
         )
-        table = LengthTable(np.zeros((len(rows), ROW), np.int32))
-        lengths = OwnLengths(counter, reader.measure, table, exchange, options)
-        lengths.open(reader, (rank, world), None)
+        lengths = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
+        lengths.open(records, reader, (rank, world), None)
         settings = WindowSettings(
             window=max(1, window // 8) * world,
             first_window=max(1, window // 8) * world,
@@ -176,3 +206,34 @@ def test_elastic_runs():
             return make_ranks(rows, world, micro_batches, window=window, state=state)
 
         assert run_epochs(make, rng) == ([usable] * 2, [{0}] * 2), f"draw {draw}"
+
+
+def test_elastic_runs_of_streams():
+    for draw in range(DRAWS):
+        rng = np.random.default_rng(draw)
+        world, window = int(rng.integers(1, 5)), int(rng.choice([8, 24, 160, 800]))
+        kind, is_one = (Stream, SavingStream)[draw % 2], rng.random() < 0.3
+        # ranks whose streams have very different lengths, some none at all
+        lengths = [int(rng.integers(0, 200)) * (rng.random() < 0.8) for _ in range(world)]
+        if is_one:
+            lengths = lengths[:1]
+        rows = [drawn(count, [draw, n], rng.choice([0, 0.2])) for n, count in enumerate(lengths)]
+        size = len(rows)
+        # numbered as the loader does: of n ranks, every n-th is one rank's
+        usable = sorted(
+            number * size + rank
+            for rank, own in enumerate(rows)
+            for number, row in enumerate(own)
+            if row
+        )
+        if not usable:
+            continue
+
+        def make(state, rows=rows, kind=kind, window=window, rng=rng, world=world):
+            streams, micro_batches = [kind(own) for own in rows], int(rng.integers(1, 4))
+            options = {"window": window, "state": state, "streams": streams}
+            return make_ranks([], world, micro_batches, **options)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the dataset has no state of where it was")
+            assert run_epochs(make, rng) == ([usable] * 2, [{0}] * 2), f"draw {draw}"
