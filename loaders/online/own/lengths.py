@@ -90,7 +90,7 @@ class OwnLengths(SampleLengths):
             needed = np.array([*owners], np.int64)
             self.stream.restart(epoch, [dict(each) for each in self._points], needed)
             self.at = np.array(read, np.int64), np.array(ended, np.bool_)
-            self._past = {sum(read): self.at}
+            self._past, self._is_new = {sum(read): self.at}, not sum(read)
 
     def rank_of(self, samples: IntArray) -> IntArray:
         """The rank that loads each sample, int64, same shape."""
@@ -162,7 +162,7 @@ class OwnLengths(SampleLengths):
         with self._lock:
             self.at = self._past[int(read.sum())] = read, ended
         if ended.all():
-            if not self.num_measured:
+            if self._is_new and not self.num_measured:
                 raise DataError("the dataset gave no items on any rank")
             self._least = 0  # there are no more by which to judge
             self._check_rejected()
