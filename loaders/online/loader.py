@@ -219,22 +219,21 @@ class BalancedLoader(StepStream):
             packing=packing.packing,
             is_alone=config.dp_world_size == 1,
         )
-        is_own, may_lose = packing.measure == "own", config.on_error == "skip"
-        kept_bytes = sys.maxsize if is_own else KEPT_BYTES
-        extras = packing.keep_columns
+        is_own, extras = packing.measure == "own", packing.keep_columns
+        kept_bytes, windows = (sys.maxsize, OwnWindows) if is_own else (KEPT_BYTES, WindowGroups)
+        may_lose = config.on_error == "skip"
         reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept_bytes)
-        windows: type[WindowGroups] = WindowGroups
         if is_own:
-            windows = OwnWindows
-            own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
+            reader.lengths = own = OwnLengths(
+                counter, reader.measure, RecentRows(), exchange, options
+            )
             name = own.open(records, reader, config.ranks(), self._checks)
-            lengths: SampleLengths = own
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
             table = LengthTable.open(folder, records, counted, may_write=is_leader)
-            lengths = SampleLengths(counter, reader.measure, table, exchange, options)
-        reader.lengths = self._lengths = lengths
+            reader.lengths = SampleLengths(counter, reader.measure, table, exchange, options)
+        self._lengths = lengths = reader.lengths
         identity: dict[str, object] = {"dataset": name, "window": self._window_identity()}
         self._source = windows(lengths.as_build(), lengths, self._settings(), identity)
         self._told = {"dataset": str(self._source.identity)}
@@ -289,8 +288,7 @@ class BalancedLoader(StepStream):
     def __len__(self) -> int:
         """Steps of this epoch, the same on every rank; an estimate until `is_len_exact`.
 
-        Measures the first window if nothing is measured yet; all ranks ask for it then. TypeError
-        of an IterableDataset.
+        Measures the first window if none is yet: all ranks ask for it. TypeError for a stream.
         """
         if isinstance(self._records, StreamRecords):
             raise TypeError("nobody knows the length of a stream before its end; give max_steps")

@@ -219,8 +219,8 @@ class WindowOrder:
     def forget_past(self) -> None:
         """Let the epoch drop the groups that neither this nor a later position needs."""
         self._epoch.source.limits = self._limits
-        if len(self._waiting):
-            self._epoch.forget(int(self._waiting.min()), self._consumed, self._live())
+        before = int(self._waiting.min(initial=self.given))  # if none waits all were taken
+        self._epoch.forget(before, self._consumed, self._live())
 
     def _fill(self, count: int) -> None:
         """Read windows until so many groups wait, or the epoch ends."""

@@ -1,9 +1,13 @@
 """`BalancedLoader(measure="own")`: what each rank has loaded is what it trains on."""
 
 import json
+import warnings
+from itertools import count, islice
 
+import datasets
 import pytest
 import torch
+import torch.distributed as dist
 
 from balance.errors import ConfigError, DataError
 from loaders import BalancedLoader
@@ -24,6 +28,33 @@ def rows(folder):
     return records(folder, 50)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Items one after the other."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+class SavingStream(Stream):
+    """With a position that it can come back to."""
+
+    next = 0
+
+    def __iter__(self):
+        for item in islice(self.items, self.next, None):
+            self.next += 1
+            yield item
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
 def batches_of(ranks):
     return [batch for steps in zip(*ranks, strict=True) for step in steps for batch in step]
 
@@ -31,25 +62,48 @@ def batches_of(ranks):
 def test_samples_are_those_that_are_measured_together(rows, folder):
     (together,) = open_ranks(rows, 1, folder, max_tokens=600, pixel_dtype=torch.uint8)
     expected = samples_of(batches_of([together]), together.image_token_id)
-    ranks = open_ranks(rows, 2, folder, **OWN)
-    given, states = [], []
-    for step in zip(*ranks, strict=True):
-        given.append(step)
-        (state,) = {json.dumps(loader.state_dict()) for loader in ranks}
-        states.append(json.loads(state))
-    assert len(given) > 3
-    all_batches = [batch for step in given for own in step for batch in own]
-    assert samples_of(all_batches, ranks[0].image_token_id) == expected
-    # exact on as many ranks; on others every sample once
-    again = open_ranks(rows, 2, folder, state=states[1], **OWN)
-    rest = [[content(each) for each in step] for step in zip(*again, strict=True)]
-    assert rest == [[content(each) for each in step] for step in given[2:]]
-    (alone,) = open_ranks(rows, 1, folder, state=states[1], **OWN)
-    first = [batch for step in given[:2] for own in step for batch in own]
-    found = samples_of([*first, *batches_of([alone])], alone.image_token_id)
-    assert found == expected
-    for loader in (*ranks, *again, alone):
-        loader.close()
+    from_rows = datasets.Dataset.from_list([{"row": json.dumps(row)} for row in rows])
+    from_json = {"transform": lambda row: json.loads(row["row"])}
+    cases = {
+        "list": (rows, {}),
+        "stream": (Stream(rows), {}),
+        "stream with a state": (SavingStream(rows), {}),
+        "files": (from_rows.to_iterable_dataset(num_shards=4), from_json),
+        "one file": (from_rows.to_iterable_dataset(), from_json),
+        "shuffled": (from_rows.to_iterable_dataset(4).shuffle(1, buffer_size=20), from_json),
+    }
+    for name, (dataset, options) in cases.items():
+        ranks = open_ranks(dataset, 2, folder, **OWN, **options)
+        given, states = [], []
+        for step in zip(*ranks, strict=True):
+            given.append(step)
+            (state,) = {json.dumps(loader.state_dict()) for loader in ranks}
+            states.append(json.loads(state))
+        assert len(given) > 3, name
+        all_batches = [batch for step in given for own in step for batch in own]
+        assert samples_of(all_batches, ranks[0].image_token_id) == expected, name
+        # exact on as many ranks; on others every sample once, or not at all of a stream
+        again = open_ranks(dataset, 2, folder, state=states[1], **OWN, **options)
+        says_so = {"stream": {"items are read again"}, "shuffled": {"items are read again"}}
+        with warnings.catch_warnings(record=True, action="always") as warned:
+            rest = [[content(each) for each in step] for step in zip(*again, strict=True)]
+        assert {str(each.message)[-20:] for each in warned} == says_so.get(name, set()), name
+        assert rest == [[content(each) for each in step] for step in given[2:]], name
+        for loader in (*ranks, *again):
+            loader.close()
+        if name == "list":
+            (alone,) = open_ranks(rows, 1, folder, state=states[1], **OWN)
+            first = [batch for step in given[:2] for own in step for batch in own]
+            found = samples_of([*first, *batches_of([alone])], alone.image_token_id)
+            assert found == expected
+            alone.close()
+            continue
+        with pytest.raises(ConfigError, match="stream on 2 ranks, and this loader has 1: resume"):
+            open_ranks(dataset, 1, folder, state=states[1], **OWN, **options)
+        # between epochs on any ranks
+        (alone,) = open_ranks(dataset, 1, folder, state=states[-1], **OWN, **options)
+        assert samples_of(batches_of([alone]), alone.image_token_id) == expected
+        alone.close()
 
 
 def load_together(said, folder, rows):
@@ -69,10 +123,41 @@ def load_together(said, folder, rows):
         said["labels"].append([own, step[0].num_loss_tokens, step[0].loss_normalizer])
         said["states"].append(loader.state_dict())
     said["loaded"], said["report"] = list(loaded), loader.report()
-    try:
-        list(BalancedLoader([row if row["id"] < "s3" else {} for row in rows], **options))
-    except DataError as error:
-        said["rejected"] = str(error)
+    loader.close()
+    # streams of other lengths, and of rank 0 none
+    rank = dist.get_rank()
+    own = [[], rows[:40]][rank]
+    sharded = options | {"is_sharded": True}
+    loader = BalancedLoader(SavingStream(own), **sharded)
+    steps, states = [], []
+    for step in loader:
+        steps.append([name for batch in step for name in batch.sample_ids])
+        states.append(loader.state_dict())
+    again = BalancedLoader(SavingStream(own), **sharded)
+    again.load_state_dict(states[2])
+    rest = [[name for batch in step for name in batch.sample_ids] for step in again]
+    said["own"] = sorted(name for step in steps for name in step) == sorted(r["id"] for r in own)
+    said["steps"], said["is_rest"] = len(steps), rest == steps[3:]
+    said["own states"] = states
+    wrong = {
+        "rejected": [row if row["id"] < "s3" else {} for row in rows],
+        "few rejected": Stream([{}, *rows[:5]]),
+        "broken": Stream(Broken(rows) if rank else rows),
+        "empty": Stream([]),
+    }
+    for name, dataset in wrong.items():
+        try:
+            list(BalancedLoader(dataset, **options))
+        except DataError as error:
+            said[name] = str(error)
+
+
+class Broken(list):
+    """Raises at its 30th record, which ends a generator."""
+
+    def __iter__(self):
+        yield from self[:30]
+        raise OSError("the store is gone")
 
 
 def test_two_ranks_load_half_each(rows, folder, tmp_path):
@@ -83,6 +168,13 @@ def test_two_ranks_load_half_each(rows, folder, tmp_path):
         assert sorted(said["loaded"][1:]) == own  # the first record is looked at, too
         given += own
         assert "samples cannot be used, more than max_rejected=0.05" in said["rejected"]
+        assert "1 of 6 samples cannot be used, more than" in said["few rejected"]
+        assert "one rank failed: DataError: the stream raised OSError: the store" in said["broken"]
+        assert said["empty"] == "the dataset gave no items on any rank"
+        assert said["own"]
+        assert said["is_rest"]
+    assert first["own states"] == second["own states"]
+    assert first["steps"] == second["steps"] > 5
     assert sorted(given) == sorted(row["id"] for row in rows)
     assert first["states"] == second["states"]
     pairs = zip(first["labels"], second["labels"], strict=True)
@@ -100,13 +192,28 @@ def test_what_does_not_fit_is_refused(rows, folder, tmp_path):
     with pytest.raises(ConfigError, match="of the run that saved it"):
         open_ranks(rows, 1, folder, state=state)
     cases = {
-        "lengths_cache is not there with measure='own'": OWN | {"lengths_cache": tmp_path},
-        "shuffle=False is not there with measure='own'": OWN | {"shuffle": False},
-        "measure is 'alone'; it must be": {"measure": "alone"},
+        "lengths_cache is not there with measure='own'": (rows, OWN | {"lengths_cache": tmp_path}),
+        "shuffle=False is not there with measure='own'": (rows, OWN | {"shuffle": False}),
+        "measure is 'alone'; it must be": (rows, {"measure": "alone"}),
+        "which can be read only once": (iter(rows), OWN),
+        "has no items by number; give measure='own'": (Stream(rows), {}),
     }
-    for line, options in cases.items():
+    for line, (dataset, options) in cases.items():
         with pytest.raises(ConfigError, match=line):
-            open_ranks(rows, 1, folder, **options)
+            open_ranks(dataset, 1, folder, **options)
+    with pytest.raises(ConfigError, match="gives each rank its own items: what others have is"):
+        open_ranks(Stream(rows), 2, folder, is_sharded=True, **OWN)
+    (loader,) = open_ranks(Stream(rows), 1, folder, **OWN)
+    with pytest.raises(TypeError, match="nobody knows the length of a stream before its end"):
+        len(loader)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.close()
+    with (
+        pytest.raises(DataError, match="the stream has fewer items than when the state was"),
+        pytest.warns(UserWarning, match="items are read again"),
+    ):
+        list(*open_ranks(Stream(rows[:3]), 1, folder, state=state, **OWN))
 
 
 SHORT = {"labels": [1, 2]}
@@ -171,3 +278,35 @@ def test_processed_items_are_packed_as_they_are():
     assert "the item is a dict without input_ids" in details[7]
     assert "labels and input_ids have different lengths; align them" in details[27]
     loader.close()
+
+
+class Numbers:
+    """Processed samples without end, and some batches of them."""
+
+    def __iter__(self):
+        return ({"input_ids": torch.full((1 + (n % 50 == 9), 5 + 7 * n % 90), n)} for n in count())
+
+
+def test_a_stream_may_have_no_end():
+    options = {"measure": "own", "max_tokens": 200, "window": 160, "micro_batches_per_step": 2}
+    loader = BalancedLoader(SavingStream(Numbers()), **options)
+    given, states = [], []
+    for step in islice(loader, 120):
+        given.append([sorted(set(batch.input_ids.tolist())) for batch in step])
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    found = [number for step in given for batch in step for number in batch]
+    assert len(found) == len(set(found)) > 500
+    assert set(range(400)) - set(found) == set(range(9, 400, 50))
+    assert "input_ids has the shape (2, 68): an item is one" in loader.rejected[0].detail
+    assert loader.report()["records"] is None
+    # what is kept does not grow
+    assert len(loader._lengths._table._known[0]) < 200
+    assert len(json.dumps(states[-1])) < 5_000
+    loader.close()
+    again = BalancedLoader(SavingStream(Numbers()), **options)
+    again.load_state_dict(states[79])
+    rest = [[sorted(set(batch.input_ids.tolist())) for batch in step] for step in islice(again, 40)]
+    assert rest == given[80:]
+    measured = [each.report()["measured"] for each in (loader, again)]
+    assert measured[1] < measured[0] - 250, measured
+    again.close()

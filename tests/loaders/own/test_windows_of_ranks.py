@@ -16,10 +16,10 @@ import torch
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS
 from loaders.online._exchange import Cancelled
-from loaders.online.own.recent_rows import RecentRows
 from loaders.online._packer_door import RejectedSample
 from loaders.online.lengths import LengthOptions
 from loaders.online.own.lengths import OwnLengths
+from loaders.online.own.recent_rows import RecentRows
 from loaders.online.own.streams import StreamRecords
 from loaders.online.own.windows import OwnWindows
 from loaders.online.reader import RecordReader
@@ -113,7 +113,7 @@ class SavingStream(Stream):
 
 
 def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
-    """Of a dataset with items, or of the ranks' `streams`, or all of the one stream that is there."""
+    """Of a dataset with items, or of `streams`: one of each rank, or one of all."""
     ranks, exchange = [], Exchange(world)
     for rank in range(world):
         counter, records = Counter(), Records(rows)
