@@ -220,14 +220,12 @@ class BalancedLoader(StepStream):
             is_alone=config.dp_world_size == 1,
         )
         is_own, extras = packing.measure == "own", packing.keep_columns
-        kept_bytes, windows = (sys.maxsize, OwnWindows) if is_own else (KEPT_BYTES, WindowGroups)
+        kept, windows = (sys.maxsize, OwnWindows) if is_own else (KEPT_BYTES, WindowGroups)
         may_lose = config.on_error == "skip"
-        reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept_bytes)
+        reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept)
         if is_own:
-            reader.lengths = own = OwnLengths(
-                counter, reader.measure, RecentRows(), exchange, options
-            )
-            name = own.open(records, reader, config.ranks(), self._checks)
+            own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
+            reader.lengths, name = own, own.open(records, reader, config.ranks(), self._checks)
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
@@ -333,8 +331,7 @@ class BalancedLoader(StepStream):
 
     def report(self) -> dict[str, Any]:
         """What the packing has done so far; plain JSON, the same on all ranks but for times."""
-        figures, stats = self._source.figures, self.stats()
-        limits = self.limits
+        figures, stats, limits = self._source.figures, self.stats(), self.limits
         return {
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
             "measured": self._lengths.num_measured,

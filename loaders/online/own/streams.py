@@ -157,7 +157,7 @@ class _RankStream:
         start = max(point for point in self._points if point <= number)
         if self._items is not None and start <= self._next:
             return
-        if number and not start:
+        if number and len(self._points) == 1:
             warnings.warn(
                 f"the dataset has no state of where it was: {number:,} items are read again",
                 stacklevel=2,
