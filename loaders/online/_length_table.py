@@ -71,10 +71,6 @@ class LengthTable:
                 warnings.warn(f"{self._file}: lengths are not kept: {error.strerror}", stacklevel=2)
                 self._file = None
 
-    def usable_by_source(self) -> IntArray:
-        """Number of usable samples of each of the first sources, those that have any among them."""
-        return count_sources(self.rows)
-
     def _write(self, file: Path, samples: IntArray, rows: NDArray[np.int32]) -> None:
         if len(self.sources) > self._num_kept:
             names = file.with_suffix(".tmp")
@@ -103,8 +99,3 @@ class LengthTable:
             return False
         self.rows[:], self.sources, self._num_kept = saved, sources, len(sources)
         return True
-
-
-def count_sources(rows: NDArray[np.int32], least: int = 0) -> IntArray:
-    """Number of usable rows of each source, of so many sources at least."""
-    return np.bincount(rows[rows[:, STATUS] == USABLE, SOURCE], minlength=least)

@@ -55,29 +55,19 @@ def open_records(dataset: Any, packing: PackingConfig, *, seed: int, shows: bool
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
     as_files = packing.encode is None
     if is_stream(dataset):
-        if packing.measure != "own":
-            raise ConfigError(
-                f"dataset is a {type(dataset).__name__}, which has no items by number; give "
-                "measure='own', with which each rank packs what it has read"
-            )
-        is_sharded = packing.is_sharded
-        return StreamRecords(dataset, packing.transform, as_files=as_files, is_sharded=is_sharded)
-    if isinstance(dataset, str | Path):
-        records: Records = _records_of(str(dataset), packing, seed, shows=shows)
-    else:
-        records = Records(dataset, packing.transform, as_files=as_files)
-    if not len(records):
-        raise ConfigError("the dataset has no records")
-    return records
-
-
-def _records_of(place: str, packing: PackingConfig, seed: int, *, shows: bool) -> PlaceRecords:
+        if packing.measure == "own":
+            is_own = packing.is_sharded
+            return StreamRecords(dataset, packing.transform, as_files=as_files, is_sharded=is_own)
+        kind = type(dataset).__name__
+        raise ConfigError(f"dataset is a {kind}, without items by number; give measure='own'")
+    if not isinstance(dataset, str | Path):
+        return Records(dataset, packing.transform, as_files=as_files)
     if packing.encode is not None:
-        raise ConfigError(f"dataset {place}: encode= is for records in memory; give a list")
-    if not place.strip():
+        raise ConfigError(f"dataset {dataset}: encode= is for records in memory; give a list")
+    if not str(dataset).strip():
         raise ConfigError("dataset is empty; give a dataset, or the name or place of one")
     places = find_records(
-        place,
+        str(dataset),
         packing.data_root,
         packing.keep_columns,
         all_columns=packing.transform is not None,

@@ -66,8 +66,8 @@ class MeasuredPart:
     error: str = ""
     rank: int = 0
     """Of whom these samples are the share."""
-    points: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    """Rank -> where its stream is, and the dataset's state there; of streams that have one."""
+    states: dict[int, Any] = field(default_factory=dict)
+    """Rank -> its stream's own state now."""
 
 
 class SampleLengths:
@@ -246,9 +246,11 @@ class SampleLengths:
 
     def source_shares(self) -> dict[str, float]:
         """Share of each source in the usable samples that are measured."""
-        numbers = self._table.usable_by_source()
-        shares = [*(numbers / max(1, int(numbers.sum()))).tolist(), *[0.0] * len(self.sources)]
-        return dict(zip(self.sources, shares, strict=False))
+        rows = self._table.rows
+        usable = rows[rows[:, STATUS] == USABLE, SOURCE]
+        numbers = np.bincount(usable, minlength=len(self.sources))
+        shares = numbers / max(1, int(numbers.sum()))
+        return dict(zip(self.sources, shares.tolist(), strict=True))
 
     def _share(self, samples: IntArray, rank: int) -> IntArray:
         """The samples that one rank measures."""

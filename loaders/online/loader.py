@@ -204,6 +204,8 @@ class BalancedLoader(StepStream):
         if packing.measure == "own":
             packing = self._packing = of_items(dataset, packing, config)
         records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
+        if not len(records):
+            raise ConfigError("the dataset has no records")
         self._counter = counter = open_counter(packing, config, records.places)
         self.model, self.vocab_size = counter.model, counter.vocab_size
         self.image_token_id = counter.image_token_id

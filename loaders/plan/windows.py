@@ -149,8 +149,10 @@ class WindowGroups(EpochSource):
         carried = np.array(state.get("carried", []), np.int64)
         consumed, total = int(state.get("consumed", 0)), len(self.lengths)
         samples = [*waiting.samples.tolist(), *carried.tolist()]
-        is_known = self._are_known(samples)
-        if given < 0 or not len(samples) <= consumed <= total or not is_known:
+        # a stream's are numbered by rank
+        most = total * self.settings.ranks if self.settings.are_rounds else total
+        known = all(0 <= sample < most for sample in samples)
+        if given < 0 or not len(samples) <= consumed <= total or not known:
             raise unfit_state(f"{consumed} of {total} samples, {len(samples)} of them waiting")
         if state:
             self.limits = Limits(**state["limits"]) if state.get("limits") else None
@@ -170,9 +172,6 @@ class WindowGroups(EpochSource):
         numbers = np.arange(given, given + len(waiting))
         order = WindowOrder(epoch, numbers, carried, consumed=consumed, given=given, passed=passed)
         return epoch, order
-
-    def _are_known(self, samples: list[int]) -> bool:
-        return all(0 <= sample < len(self.lengths) for sample in samples)
 
     def close(self) -> None:
         """End the threads."""
@@ -332,7 +331,7 @@ class WindowEpoch(Epoch):
     def _order(self, consumed: int, carried: IntArray) -> IntArray:
         """The new samples of a window, after `consumed` of the epoch."""
         settings, total = self.source.settings, len(self.source.lengths)
-        size = self._size(consumed)
+        size = min(settings.window, max(settings.first_window, consumed))
         if settings.shuffle:
             return GlobalShuffle(
                 num_groups=total, seed=settings.seed, epoch=self.number, consumed=consumed
@@ -340,11 +339,6 @@ class WindowEpoch(Epoch):
         if total - consumed - size < SPARE_PER_RANK * settings.ranks:
             size = total
         return np.arange(consumed, min(consumed + size, total))
-
-    def _size(self, consumed: int) -> int:
-        """New samples of a window."""
-        settings = self.source.settings
-        return min(settings.window, max(settings.first_window, consumed))
 
     def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
         """Groups of samples, and samples that wait for the next window."""

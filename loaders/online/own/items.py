@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from balance.errors import ConfigError
 from loaders.config import LoaderConfig
 from loaders.online.encoded import OF_TEXT, Encoded
-from loaders.online.own.streams import first_item, is_stream
+from loaders.online.own.streams import is_stream
 
 if TYPE_CHECKING:
     from loaders.online.loader import PackingConfig
@@ -36,7 +37,7 @@ def of_items(dataset: Any, packing: PackingConfig, config: LoaderConfig) -> Pack
     is_sample = packing.model is None and packing.processor is None
     if packing.encode is None and not is_sample:
         try:
-            first = first_item(dataset) if is_stream(dataset) else dataset[0]
+            first = next(iter(copy(dataset))) if is_stream(dataset) else dataset[0]
             first = packing.transform(first) if packing.transform else first
             is_sample = isinstance(first, Mapping) and "input_ids" in first
         except Exception:  # what is wrong with it will be said when it is loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from balance.types import BoolArray, IntArray, Limits
 from loaders.online._length_table import STATUS, UNKNOWN
 from loaders.online.lengths import MeasuredPart, SampleLengths
 from loaders.online.own.recent_rows import RecentRows
-from loaders.online.own.streams import Points, StreamRecords
+from loaders.online.own.streams import StreamRecords
 from loaders.online.reader import RecordReader
 from loaders.online.records import Records
 from loaders.ranks import RankChecks
@@ -29,27 +30,23 @@ class OwnLengths(SampleLengths):
     Of a stream a sample's number says its rank: of n ranks, every n-th is one's.
     """
 
-    _table: RecentRows
     ranks: tuple[int, int]
     """This rank and their number."""
     owners: dict[int, int]
-    """Sample -> rank, of samples of a dataset with items that are read and not given yet."""
+    """Sample -> rank, of samples that are read and not given yet, but not of a stream."""
     stream: StreamRecords | None = None
-    """None: a dataset with items by number."""
-    at: tuple[IntArray, BoolArray]
-    """Items that each rank was to read of its stream so far, and whether it has ended before."""
+    """None for a dataset with items by number."""
+    marks: list[dict[str, list[Any]]]
+    """Where streams were after a window, ascending: by rank the items that were asked for
+    (`read`), whether there were fewer (`ended`), and the dataset's own state (`states`).
+    """
+    _table: RecentRows
 
     def __len__(self) -> int:
-        """Samples; of a stream that has not ended on all ranks more than there can be."""
+        """Samples; of a stream more than there can be, until it has ended on all ranks."""
         if self.stream is None:
             return len(self._records)
-        read, ended = self.at
-        return int(read.sum()) if ended.all() else sys.maxsize
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether nobody knows yet how many samples there are."""
-        return len(self) == sys.maxsize
+        return sum(self.marks[-1]["read"]) if all(self.marks[-1]["ended"]) else sys.maxsize
 
     def open(
         self,
@@ -58,39 +55,33 @@ class OwnLengths(SampleLengths):
         ranks: tuple[int, int],
         checks: RankChecks | None,
     ) -> str:
-        """Keep what `reader` has loaded until it is given; -> what tells the dataset from others,
-        as far as items that may be others each time do. `checks` count what ranks begin.
+        """Keep what `reader` has loaded until it is given; `checks` count what ranks begin.
+
+        -> what tells the dataset from others, where items may be others each time.
         """
         self._records, self._reader, self.ranks, self._checks = records, reader, ranks, checks
         self._counter.chunk_records, self._rank = CHUNK, ranks[0]
+        self._given = Counter[int]()
         if isinstance(records, StreamRecords):
             self.stream, records.num_ranks = records, ranks[1]
             if records.is_sharded and ranks[1] > 1 and self._exchange is None:
-                raise ConfigError(
-                    "dp_rank and dp_world_size are given without torch.distributed, and the "
-                    "dataset gives each rank its own items: what others have is not known"
-                )
+                raise ConfigError("is_sharded needs torch.distributed, to know what others read")
         return f"{len(records) if self.stream is None else 'a stream'} {self._counter.identity}"
 
-    def restart(
-        self, epoch: int, owners: dict[int, int], streams: list[dict[str, Any]] | None = None
-    ) -> None:
+    def restart(self, epoch: int, owners: dict[int, int], marks: list[Any] | None = None) -> None:
         """Forget all that is loaded; what ranks tell from now on is new.
 
-        `streams`: of a state, where each rank's stream was; `owners` has all that is still needed.
+        `owners` has the samples of a state that are loaded again, `marks` are those of a stream.
         """
         self.owners = owners
         self._begun = f"own/{self._checks.num_compared if self._checks else 0}/{epoch}"
         self._table = RecentRows()
         self._reader.close()
         if self.stream is not None:
-            begun = streams or [{"read": 0, "ended": False, "points": []}] * self.ranks[1]
-            read, ended = ([each[name] for each in begun] for name in ("read", "ended"))
-            self._points: list[Points] = [{0: None, **dict(each["points"])} for each in begun]
-            needed = np.array([*owners], np.int64)
-            self.stream.restart(epoch, [dict(each) for each in self._points], needed)
-            self.at = np.array(read, np.int64), np.array(ended, np.bool_)
-            self._past, self._is_new = {sum(read): self.at}, not sum(read)
+            none: dict[str, Any] = {"read": 0, "ended": False, "states": None}
+            first = {name: [value] * self.ranks[1] for name, value in none.items()}
+            self.marks = list(marks or [first])
+            self.stream.restart(epoch, self.marks, np.array([*owners], np.int64))
 
     def rank_of(self, samples: IntArray) -> IntArray:
         """The rank that loads each sample, int64, same shape."""
@@ -102,9 +93,10 @@ class OwnLengths(SampleLengths):
         self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: object = 0
     ) -> BoolArray:
         """As for `SampleLengths`, but each rank loads its own."""
+        self._states = dict[int, Any]()
         usable = super().measure(samples, is_cancelled, self._begun)
         if self.stream is not None:
-            self._note_streams(samples)
+            self._add_mark(samples)
         self._table.forget(samples[~usable])
         return usable
 
@@ -114,68 +106,63 @@ class OwnLengths(SampleLengths):
         self._table.forget(np.setdiff1d(samples, kept))
         return kept
 
+    def source_shares(self) -> dict[str, float]:
+        """Share of each source in the samples that were given."""
+        given, total = self._given, max(1, self._given.total())
+        return {name: given[number] / total for number, name in enumerate(self.sources)}
+
     def drop(self, samples: IntArray, consumed: int, live: IntArray) -> None:
         """Forget samples that were given; those `live` of the first `consumed` are needed still."""
+        self._given.update(self.source_numbers(samples).tolist())
         self._reader.drop(samples)
         self._table.forget(samples)
         for sample in samples.tolist():
             self.owners.pop(sample, None)
-        if self.stream is not None and min(self._past) < consumed:
+        if self.stream is not None:
             with self._lock:
-                self._past = {key: at for key, at in self._past.items() if key >= consumed}
-                for rank, read in enumerate(self._past[consumed][0].tolist()):
-                    later = {n: state for n, state in self._points[rank].items() if n > read}
-                    self._points[rank] = self._points_of(rank, read, live) | later
+                later = [mark for mark in self.marks if sum(mark["read"]) > consumed]
+                self.marks = self._marks_before(consumed, live) + later
 
     def state(self, consumed: int, live: IntArray, carried: IntArray) -> dict[str, Any]:
-        """For a state: the ranks, and which of them has each sample that is carried; or where their
-        streams were, and begin again to find the samples `live`.
+        """For a state: the ranks, and which of them has each sample that is carried, or where their
+        streams were.
         """
         if self.stream is None:
             return {"ranks": self.ranks[1], "owners": self.rank_of(carried).tolist()}
         with self._lock:
-            streams = [
-                {
-                    "read": read,
-                    "ended": ended,
-                    "points": [[n, at] for n, at in self._points_of(rank, read, live).items() if n],
-                }
-                for rank, (read, ended) in enumerate(
-                    zip(*(each.tolist() for each in self._past[consumed]), strict=True)
-                )
-            ]
-        return {"ranks": self.ranks[1], "streams": streams}
+            return {"ranks": self.ranks[1], "marks": self._marks_before(consumed, live)}
 
-    def _points_of(self, rank: int, read: int, live: IntArray) -> Points:
-        """The last points before the samples of a rank that are live, and before the next ones."""
-        own = live[self.rank_of(live) == rank] // self.ranks[1]
-        points = np.array(sorted(self._points[rank]), np.int64)
-        places = np.searchsorted(points, np.append(own, read), "right") - 1
-        return {number: self._points[rank][number] for number in np.unique(points[places]).tolist()}
+    def _marks_before(self, consumed: int, live: IntArray) -> list[dict[str, list[Any]]]:
+        """The last mark before each sample that is live, and that after `consumed` samples."""
+        read = np.array([mark["read"] for mark in self.marks])  # (marks, ranks)
+        places = (read[:, self.rank_of(live)] <= live // self.ranks[1]).sum(axis=0) - 1
+        own = read.sum(axis=1).tolist().index(consumed)
+        return [self.marks[place] for place in np.unique(np.append(places, own)).tolist()]
 
-    def _note_streams(self, samples: IntArray) -> None:
-        """How far the ranks' streams are, after these samples were asked for."""
-        owners, size = self.rank_of(samples), self.ranks[1]
-        read, ended = self.at[0].copy(), self.at[1].copy()
-        np.maximum.at(read, owners, samples // size + 1)
+    def _add_mark(self, samples: IntArray) -> None:
+        """After these samples were asked for. DataError if there are none, or too many bad ones."""
+        owners, last = self.rank_of(samples), self.marks[-1]
+        read, ended = np.array(last["read"]), np.array(last["ended"])
+        np.maximum.at(read, owners, samples // self.ranks[1] + 1)
         ended[owners[self._table.get(samples)[:, STATUS] == UNKNOWN]] = True
+        if read.tolist() == last["read"]:
+            return  # samples of a state
+        states = [self._states.get(rank) for rank in range(self.ranks[1])]
         with self._lock:
-            self.at = self._past[int(read.sum())] = read, ended
+            self.marks.append({"read": read.tolist(), "ended": ended.tolist(), "states": states})
         if ended.all():
-            if self._is_new and not self.num_measured:
+            if not self.num_measured and not any(last["read"]):
                 raise DataError("the dataset gave no items on any rank")
             self._least = 0  # there are no more by which to judge
             self._check_rejected()
 
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> MeasuredPart:
         part = super()._part(samples, is_cancelled)
-        return part if self.stream is None else replace(part, points=self.stream.points())
+        return part if self.stream is None else replace(part, states=self.stream.states())
 
     def _add(self, samples: IntArray, part: MeasuredPart) -> None:
         super()._add(samples, part)
-        with self._lock:
-            for rank, (number, state) in part.points.items():
-                self._points[rank].setdefault(number, state)
+        self._states |= part.states
 
     def _existing(self, samples: IntArray) -> IntArray:
         return samples if self.stream is None else self.stream.read(samples)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -21,9 +22,6 @@ from balance.errors import ConfigError, DataError, first_line
 from balance.types import IntArray
 from loaders.online.records import Records, Transform, is_hugging_face
 
-Points = dict[int, Any]
-"""Number of an item -> the dataset's own state before it; None: at the beginning."""
-
 
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset is iterated, not indexed. ConfigError for what can be read only once."""
@@ -32,14 +30,9 @@ def is_stream(dataset: Any) -> bool:
             f"dataset is a {type(dataset).__name__}, which can be read only once; give an "
             "IterableDataset, which each epoch reads again"
         )
-    # of `datasets` a stream's are its columns
+    # the items of a stream of `datasets` are its columns
     has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     return hasattr(dataset, "__iter__") and not has_items
-
-
-def first_item(dataset: Any) -> Any:
-    """The first item of a stream. StopIteration if there is none."""
-    return next(iter(copy.copy(dataset)))
 
 
 class StreamRecords(Records):
@@ -56,25 +49,27 @@ class StreamRecords(Records):
         # of `datasets` after `split_dataset_by_node`
         self.is_sharded = is_sharded or getattr(dataset, "_distributed", None) is not None
 
-    def restart(self, epoch: int, points: Sequence[Points], needed: IntArray) -> None:
-        """Begin an epoch, with the items `needed` of those that were read before a state."""
-        size, alone = self.num_ranks, (0, 1)
+    def __len__(self) -> int:
+        """More than there can be."""
+        return sys.maxsize
+
+    def restart(self, epoch: int, marks: list[dict[str, Any]], needed: IntArray) -> None:
+        """Begin an epoch. `marks` are of `OwnLengths`, `needed` those of the items before them."""
+        size, self._found = self.num_ranks, (needed[:0], list[Any]())
         self._streams = [
             _RankStream(
                 self._dataset,
-                alone if self.is_sharded else (rank, size),
+                (0, 1) if self.is_sharded else (rank, size),
                 epoch,
-                points[rank],
+                {mark["read"][rank]: mark["states"][rank] for mark in marks},
                 (needed[needed % size == rank] // size).tolist(),
             )
             for rank in range(size)
         ]
-        self._found: tuple[IntArray, list[Any]] = np.zeros(0, np.int64), []
 
-    def points(self) -> dict[int, tuple[int, Any]]:
-        """Where the streams are that are read here, by rank, and the dataset's states there."""
-        found = {rank: stream.point() for rank, stream in enumerate(self._streams)}
-        return {rank: point for rank, point in found.items() if point is not None}
+    def states(self) -> dict[int, Any]:
+        """The dataset's states of the streams that are read here, by rank; None without one."""
+        return {rank: stream.state() for rank, stream in enumerate(self._streams)}
 
     def read(self, numbers: IntArray) -> IntArray:
         """Read items for `take`; -> those that there are. DataError if a stream raises."""
@@ -98,11 +93,19 @@ class _RankStream:
     """The items of one rank, numbered from 0 in each epoch."""
 
     def __init__(
-        self, dataset: Any, share: tuple[int, int], epoch: int, points: Points, needed: list[int]
+        self,
+        dataset: Any,
+        share: tuple[int, int],
+        epoch: int,
+        states: dict[int, Any],
+        needed: list[int],
     ) -> None:
-        """`share`: rank and ranks that the items are dealt to here; see `StreamRecords.restart`."""
+        """`share`: rank and ranks that the items are dealt to here; `states` are the dataset's own
+        before items; `needed` are those before the last of them that are to be read again.
+        """
         self._dataset, (self._rank, self._size), self._epoch = dataset, share, epoch
-        self._points, self._needed = points, set(needed)
+        known = {number: state for number, state in states.items() if state is not None}
+        self._states, self._needed = {0: None} | known, set(needed)
         self._can_save = hasattr(dataset, "load_state_dict")
         self._can_save &= not _loses_items(getattr(dataset, "_ex_iterable", None))
         self._items: Iterator[Any] | None = None
@@ -141,23 +144,22 @@ class _RankStream:
         self._needed.difference_update(numbers)
         return found
 
-    def point(self) -> tuple[int, Any] | None:
-        """Where the stream is, and the dataset's state there; None without one."""
+    def state(self) -> Any:
+        """The dataset's state where the stream is; None without one that JSON holds."""
         if self._items is None or self._is_ended or not self._can_save:
             return None
         try:
             state = self._open.state_dict()
-            is_plain = json.loads(json.dumps(state)) == state
+            return state if json.loads(json.dumps(state)) == state else None
         except Exception:  # of the user's code, or no plain values
-            is_plain = False
-        return (self._next, state) if is_plain else None
+            return None
 
     def _come_to(self, number: int) -> None:
-        """Open the stream at the last point before an item, unless it is nearer."""
-        start = max(point for point in self._points if point <= number)
+        """Open the stream at the last state before an item, unless it is nearer."""
+        start = max(each for each in self._states if each <= number)
         if self._items is not None and start <= self._next:
             return
-        if number and len(self._points) == 1:
+        if number and len(self._states) == 1:
             warnings.warn(
                 f"the dataset has no state of where it was: {number:,} items are read again",
                 stacklevel=2,
@@ -165,9 +167,9 @@ class _RankStream:
         self._open = self._copy()
         if hasattr(self._open, "set_epoch"):
             self._open.set_epoch(self._epoch)
-        if self._points[start] is not None:
-            self._open.load_state_dict(self._points[start])
-        # a point is right after this rank's item
+        if self._states[start] is not None:
+            self._open.load_state_dict(self._states[start])
+        # a state is right after this rank's item
         first = self._size - 1 if start else self._rank
         self._items, self._next = islice(self._open, first, None, self._size), start
 

@@ -32,7 +32,7 @@ class OwnEpoch(WindowEpoch):
 
     def __len__(self) -> int:
         """Number of groups; of a stream at least as many before its end."""
-        if not self.lengths.is_endless or self.is_planned:
+        if self.is_planned or self.lengths.stream is None:
             return super().__len__()
         return self._planned.first + len(self._planned.groups) + self.source.settings.step_groups
 
@@ -66,9 +66,10 @@ class OwnEpoch(WindowEpoch):
             owners = np.repeat(np.arange(ranks), deal(len(samples), held, [0] * ranks))
             lengths.owners |= dict(zip(samples.tolist(), owners.tolist(), strict=True))
             return samples
-        size, (read, ended) = self._size(consumed), lengths.at
-        counts = deal(size, held, [None if each else 1 for each in ended])
-        numbers = [first + np.arange(n) for first, n in zip(read, counts, strict=True)]
+        size = min(settings.window, max(settings.first_window, consumed))
+        mark = lengths.marks[-1]
+        counts = deal(size, held, [None if each else 1 for each in mark["ended"]])
+        numbers = [first + np.arange(n) for first, n in zip(mark["read"], counts, strict=True)]
         return np.concatenate([each * ranks + rank for rank, each in enumerate(numbers)])
 
     def _pack(
@@ -76,8 +77,9 @@ class OwnEpoch(WindowEpoch):
     ) -> tuple[Groups, IntArray]:
         """Groups that each rank has of its samples, in rounds; others wait."""
         owners, made, lengths = self.lengths.rank_of(samples), list[Groups](), self.lengths
-        ended = [False] * lengths.ranks[1] if lengths.stream is None else lengths.at[1].tolist()
-        for rank in range(len(ended)):
+        ranks = self.source.settings.ranks
+        ended = [False] * ranks if lengths.stream is None else lengths.marks[-1]["ended"]
+        for rank in range(ranks):
             rows = np.flatnonzero(owners == rank)
             own = loads[0][rows], loads[1][rows]
             groups, _ = super()._pack(samples[rows], own, limits, consumed, is_last=is_last)
@@ -100,16 +102,15 @@ class OwnWindows(WindowGroups):
         """Nothing: what an epoch has loaded is kept until its end."""
 
     def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
-        """An epoch, and its order after a position, maybe of other ranks.
-
-        ConfigError for other ranks within an epoch of a stream.
-        """
+        """An epoch, and its order after a position. ConfigError for a stream's of other ranks."""
         lengths, ranks = cast("OwnLengths", self.lengths), self.settings.ranks
         waiting, owners = state.get("waiting", []), state.get("owners", [])
-        if state.get("ranks", ranks) != ranks:
+        if state.get("ranks", ranks) != ranks:  # dealt in turn; empty groups fill the last round
             if lengths.stream is not None:
-                state = _on_other_ranks(state, ranks)
-            # dealt in turn; empty groups fill the last round
+                raise ConfigError(
+                    f"state is of a stream on {state['ranks']} ranks, and this loader has {ranks}: "
+                    "resume on as many, or begin an epoch (`set_epoch`)"
+                )
             waiting = [group for group in waiting if group]
             waiting += [[]] * (-len(waiting) % ranks)
             owners = [n % ranks for n in range(len(owners))]
@@ -119,26 +120,5 @@ class OwnWindows(WindowGroups):
         owner_of = {sample: n % ranks for n, group in enumerate(waiting) for sample in group}
         carried = state.get("carried", [])
         owner_of |= zip(carried, owners or [0] * len(carried), strict=True)
-        lengths.restart(number, owner_of, state.get("streams"))
+        lengths.restart(number, owner_of, state.get("marks"))
         return super().begin(number, state)
-
-    def _are_known(self, samples: list[int]) -> bool:
-        lengths, ranks = cast("OwnLengths", self.lengths), self.settings.ranks
-        if lengths.stream is None:
-            return super()._are_known(samples)
-        return all(0 <= each // ranks < lengths.at[0][each % ranks] for each in samples)
-
-
-def _on_other_ranks(state: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The state of a stream before an epoch's first item or after its last group."""
-    if not state["consumed"]:
-        return {**state, "streams": None}
-    has_ended = all(each["ended"] for each in state["streams"])
-    if has_ended and not any(state["waiting"]) and not state["carried"]:
-        counts = [state["consumed"]] + [0] * (ranks - 1)
-        ended = [{"read": count, "ended": True, "points": []} for count in counts]
-        return {**state, "streams": ended}
-    raise ConfigError(
-        f"state is from within an epoch of a stream on {state['ranks']} ranks, and this loader has "
-        f"{ranks}: resume on as many, or start an epoch (`set_epoch`)"
-    )
