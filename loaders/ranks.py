@@ -6,8 +6,6 @@ get between the trainer's collectives, and shows which ranks have not come. The 
 what all have told; every other looks for one key. Measured on two ranks: 3 ms.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

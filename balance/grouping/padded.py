@@ -11,8 +11,6 @@ tokens do not fit. Evening out vision among neighbours cost more padding than it
 is left to the order. Pure; integers only. 2,048 samples take a millisecond.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 

@@ -4,8 +4,6 @@ For loaders that pack while they train. A window of a random order is grouped by
 not fill groups joins the next window, so that a small window packs as tightly as a large one. Pure.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ Both are in `StoredGroup.images`, in the order of their places in `input_ids`. W
 a plan: `balance.media.image_tokens` or `balance.media.video_tokens`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 

@@ -4,8 +4,6 @@ For the loader. Image, video and audio tokens in `input_ids` were counted at bui
 changed since would no longer fill them. So each image's size and each clip's length is checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise

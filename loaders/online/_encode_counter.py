@@ -4,8 +4,6 @@ The function is called in several threads, but never twice at a time: tokenizers
 fail otherwise. The packer counts a stand-in with the sample's id and images, and another text.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

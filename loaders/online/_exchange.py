@@ -6,8 +6,6 @@ begin again at some position find each other, and a thread that was given up dis
 lowest rank joins the parts; the others read one value.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 import zlib

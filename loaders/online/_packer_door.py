@@ -4,8 +4,6 @@ For loading without a build: records are counted and tokenised by the packer's o
 are those of a build.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

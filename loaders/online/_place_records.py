@@ -54,12 +54,9 @@ class PlaceRecords(Records):
 def open_records(dataset: Any, packing: PackingConfig, *, seed: int, shows: bool) -> Records:
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
     as_files = packing.encode is None
-    if is_stream(dataset):
-        if packing.measure == "own":
-            is_own = packing.is_sharded
-            return StreamRecords(dataset, packing.transform, as_files=as_files, is_sharded=is_own)
-        kind = type(dataset).__name__
-        raise ConfigError(f"dataset is a {kind}, without items by number; give measure='own'")
+    if packing.measure == "own" and is_stream(dataset):
+        is_own = packing.is_sharded
+        return StreamRecords(dataset, packing.transform, as_files=as_files, is_sharded=is_own)
     if not isinstance(dataset, str | Path):
         return Records(dataset, packing.transform, as_files=as_files)
     if packing.encode is not None:

@@ -1,7 +1,5 @@
 """`Encoded`: what a user's own function makes of a record, checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

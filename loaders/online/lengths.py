@@ -4,8 +4,6 @@ The next window is measured in a thread while training runs. Lengths stay in mem
 sample, or in a file that later runs use too.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -66,8 +64,8 @@ class MeasuredPart:
     error: str = ""
     rank: int = 0
     """Of whom these samples are the share."""
-    states: dict[int, Any] = field(default_factory=dict)
-    """Rank -> its stream's own state now."""
+    state: Any = None
+    """Of its stream."""
 
 
 class SampleLengths:

@@ -5,8 +5,6 @@ the same way (`loaders.plan.windows`); only the rank that was given a sample rea
 Planning, decoding and collating are those of `StreamingLoader`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -30,8 +28,7 @@ from loaders.online._save_build import require_place, save_build
 from loaders.online.encoded import Encode
 from loaders.online.lengths import LengthOptions, SampleLengths
 from loaders.online.own.items import of_items
-from loaders.online.own.lengths import OwnLengths
-from loaders.online.own.recent_rows import RecentRows
+from loaders.online.own.lengths import OwnLengths, RecentRows
 from loaders.online.own.streams import StreamRecords
 from loaders.online.own.windows import OwnWindows
 from loaders.online.reader import KEPT_BYTES, RecordReader
@@ -227,7 +224,7 @@ class BalancedLoader(StepStream):
         reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept)
         if is_own:
             own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
-            reader.lengths, name = own, own.open(records, reader, config.ranks(), self._checks)
+            reader.lengths, name = own, own.open(reader, config.ranks(), self._checks)
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"

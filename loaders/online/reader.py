@@ -4,8 +4,6 @@ What this rank measured itself is kept, as far as memory allows; other records a
 again, so only the rank that trains on a sample reads its files.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import OrderedDict
@@ -42,7 +40,7 @@ class RecordReader:
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
         """`may_lose`: whether samples that changed since they were measured are left out."""
-        self._records, self._counter, self._extras = records, counter, extras
+        self.records, self._counter, self._extras = records, counter, extras
         self._may_lose, self._kept_bytes = may_lose, kept_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, CountedRecords] = OrderedDict()
@@ -60,7 +58,7 @@ class RecordReader:
 
     def measure(self, samples: IntArray) -> CountedRecords:
         """Records, counted, and kept for `read`."""
-        counted = self._counter.count(samples, self._records.take(samples))
+        counted = self._counter.count(samples, self.records.take(samples))
         with self._lock:
             self._number += 1
             self._kept[self._number] = counted
@@ -145,7 +143,7 @@ class RecordReader:
             parts = [(self._kept[number], np.array(rows)) for number, rows in by_number.items()]
         if missing:
             again = np.array(missing, np.int64)
-            counted = self._counter.count(again, self._records.take(again))
+            counted = self._counter.count(again, self.records.take(again))
             parts.append((counted, np.arange(len(again))))
         usable, lost = [], []
         for counted, rows in parts:

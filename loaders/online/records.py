@@ -71,7 +71,8 @@ class Records:
             split = "one of its splits, " if is_split else ""
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}; give {split}a list of records, a map-"
-                "style torch Dataset, a datasets.Dataset, or what `packer build --dataset` takes"
+                "style torch Dataset, a datasets.Dataset, what `packer build --dataset` takes, or "
+                "with measure='own' an IterableDataset"
             )
         if as_files and _has_columns(dataset):
             dataset = _Undecoded(dataset)

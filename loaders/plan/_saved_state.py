@@ -1,7 +1,5 @@
 """States of `loaders.plan.steps`: which can be resumed from, or why not. Pure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

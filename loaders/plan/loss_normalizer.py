@@ -4,8 +4,6 @@ For `loaders.plan.steps`. Every rank computes the same divisors, without communi
 other than "token" need each sample's labels, which the index does not have: they are read once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,5 +50,5 @@ class StepNormalizer:
             size, total = -1, 0.0
             while size != len(epoch):  # a thread has planned more of it since
                 size, total = len(epoch), epoch.label_weights(self._weights)
-            mean = self._mean = epoch, total * self._step_groups / max(1, size)
+            mean = self._mean = epoch, total / max(1, size) * self._step_groups
         return np.full(len(step_weights), mean[1] or 1.0)

@@ -4,8 +4,6 @@ For the loader, once when it opens. By the samples' ids and columns alone, so al
 so does a build that was made again: a validation sample stays one, in whatever group it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

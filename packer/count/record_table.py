@@ -6,8 +6,6 @@ takes the disk space of the records, with the images that are inside of them (Pa
 records name, and those in tars, stay where they are. In memory are some bytes per record.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -4,8 +4,6 @@ For loading without a build, which has counted them already. Grouping, writing a
 those of `packer build`; only what leads to the staged samples differs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ the schedule says. So the FLOPs are those of one pass, whatever is recomputed.
 Weights of other operations (norms, embeddings, `x @ w`) get their gradients in the first pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

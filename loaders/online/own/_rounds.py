@@ -3,8 +3,6 @@
 For `loaders.online.own.windows`. A round is a micro-batch: one group of every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
@@ -16,19 +14,18 @@ UNIT = 1 << 16
 """A mean load, in which loads are compared."""
 
 
-def deal(count: int, held: Sequence[int], least: Sequence[int | None]) -> list[int]:
+def deal(count: int, held: Sequence[int]) -> list[int]:
     """How many of `count` more samples each rank gets, so that all then hold equally many.
 
-    A rank with longer samples keeps more for later, and so gets fewer, but at least `least`. None:
-    it has no more.
+    A rank with longer samples keeps more for later, and so gets fewer.
 
-    >>> deal(8, [5, 1, 0], [0, 0, 0]), deal(4, [9, 1, 0], [1, 1, None])
-    ([0, 4, 4], [1, 3, 0])
+    >>> deal(8, [5, 1, 0])
+    [0, 4, 4]
     """
-    given = [each or 0 for each in least]
-    ranks = [(held[rank] + each, rank) for rank, each in enumerate(least) if each is not None]
+    given = [0] * len(held)
+    ranks = [(each, rank) for rank, each in enumerate(held)]
     heapify(ranks)
-    for _ in range(count - sum(given) if ranks else 0):
+    for _ in range(count):
         total, rank = ranks[0]
         heapreplace(ranks, (total + 1, rank))
         given[rank] += 1

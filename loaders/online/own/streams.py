@@ -1,14 +1,11 @@
-"""`StreamRecords`: what each rank reads of an IterableDataset, by number.
+"""`StreamRecords`: what a rank reads of an IterableDataset, by number.
 
 A stream is read once per epoch, forward. Where a dataset can save its position a resumed run begins
 there; else it reads its items again, and leaves out those that were used.
 """
 
-from __future__ import annotations
-
 import copy
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,28 +15,20 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from balance.errors import ConfigError, DataError, first_line
+from balance.errors import DataError, first_line
 from balance.types import IntArray
 from loaders.online.records import Records, Transform, is_hugging_face
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated, not indexed. ConfigError for what can be read only once."""
-    if hasattr(dataset, "__next__"):
-        raise ConfigError(
-            f"dataset is a {type(dataset).__name__}, which can be read only once; give an "
-            "IterableDataset, which each epoch reads again"
-        )
+    """Whether a dataset is iterated, not indexed, and each time from its beginning."""
     # the items of a stream of `datasets` are its columns
     has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    return hasattr(dataset, "__iter__") and not has_items
+    return hasattr(dataset, "__iter__") and not has_items and not hasattr(dataset, "__next__")
 
 
 class StreamRecords(Records):
-    """The items of all ranks' streams: of n ranks, every n-th number is one rank's."""
-
-    num_ranks: int
-    """Set once."""
+    """The items of one rank: of n ranks, every n-th number is one rank's."""
 
     def __init__(
         self, dataset: Any, transform: Transform | None, *, as_files: bool, is_sharded: bool
@@ -47,78 +36,32 @@ class StreamRecords(Records):
         """`is_sharded`: the dataset gives each rank its own items by itself."""
         self._dataset, self._transform, self._as_files = dataset, transform, as_files
         # of `datasets` after `split_dataset_by_node`
-        self.is_sharded = is_sharded or getattr(dataset, "_distributed", None) is not None
-
-    def __len__(self) -> int:
-        """More than there can be."""
-        return sys.maxsize
-
-    def restart(self, epoch: int, marks: list[dict[str, Any]], needed: IntArray) -> None:
-        """Begin an epoch. `marks` are of `OwnLengths`, `needed` those of the items before them."""
-        size, self._found = self.num_ranks, (needed[:0], list[Any]())
-        self._streams = [
-            _RankStream(
-                self._dataset,
-                (0, 1) if self.is_sharded else (rank, size),
-                epoch,
-                {mark["read"][rank]: mark["states"][rank] for mark in marks},
-                (needed[needed % size == rank] // size).tolist(),
-            )
-            for rank in range(size)
-        ]
-
-    def states(self) -> dict[int, Any]:
-        """The dataset's states of the streams that are read here, by rank; None without one."""
-        return {rank: stream.state() for rank, stream in enumerate(self._streams)}
-
-    def read(self, numbers: IntArray) -> IntArray:
-        """Read items for `take`; -> those that there are. DataError if a stream raises."""
-        size, owners, values = self.num_ranks, numbers % self.num_ranks, dict[int, Any]()
-        for rank in np.unique(owners).tolist():
-            found = self._streams[rank].read((numbers[owners == rank] // size).tolist())
-            values |= {number * size + rank: value for number, value in found.items()}
-        there = np.array([each for each in numbers.tolist() if each in values], np.int64)
-        self._found = there, [values[each] for each in there.tolist()]
-        return there
-
-    def take(self, indices: IntArray) -> list[Any]:
-        """What `read` has just found; DataError for other items, which can be read only once."""
-        there, values = self._found
-        if indices is not there:  # a thread of an iterator that has ended
-            raise DataError("items of a stream are read once, and these were given")
-        return list(map(self._transformed, values))
-
-
-class _RankStream:
-    """The items of one rank, numbered from 0 in each epoch."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        share: tuple[int, int],
-        epoch: int,
-        states: dict[int, Any],
-        needed: list[int],
-    ) -> None:
-        """`share`: rank and ranks that the items are dealt to here; `states` are the dataset's own
-        before items; `needed` are those before the last of them that are to be read again.
-        """
-        self._dataset, (self._rank, self._size), self._epoch = dataset, share, epoch
-        known = {number: state for number, state in states.items() if state is not None}
-        self._states, self._needed = {0: None} | known, set(needed)
+        self._is_sharded = is_sharded or getattr(dataset, "_distributed", None) is not None
         self._can_save = hasattr(dataset, "load_state_dict")
         self._can_save &= not _loses_items(getattr(dataset, "_ex_iterable", None))
-        self._items: Iterator[Any] | None = None
-        self._kept = dict[int, Any]()  # items that are needed, and were not asked for yet
-        self._next, self._is_ended = 0, False
 
-    def read(self, numbers: list[int]) -> dict[int, Any]:
-        """Items by number, those that there are; each is given once.
+    def __len__(self) -> int:
+        """Nobody knows; not none."""
+        return 1
 
-        DataError if the stream raises, or has no longer what it had when a state was saved.
+    def restart(
+        self, epoch: int, ranks: tuple[int, int], states: dict[int, Any], needed: IntArray
+    ) -> None:
+        """Begin an epoch. `ranks`: this one, and their number. `states` are the dataset's own
+        before this rank's n-th item, if any; `needed` are the items before the last to read again.
         """
-        wanted = self._needed.union(numbers)
-        while self._next <= max(numbers) and not self._is_ended:
+        self._epoch, (self._rank, self._ranks) = epoch, ranks
+        known = {number: state for number, state in states.items() if state is not None}
+        self._states, self._needed = {0: None} | known, set(needed.tolist())
+        self._items: Iterator[Any] | None = None
+        self._kept = dict[int, Any]()
+        self._next, self._is_ended = self._rank, False
+        self._found: tuple[IntArray, list[Any]] = needed[:0], []
+
+    def read(self, numbers: IntArray) -> IntArray:
+        """Read items for `take`; -> those that there are. DataError if the stream raises."""
+        wanted = self._needed.union(numbers.tolist())
+        while self._next <= numbers.max() and not self._is_ended:
             try:
                 if self._items is None or self._next not in wanted:
                     self._come_to(min(number for number in wanted if number >= self._next))
@@ -127,22 +70,25 @@ class _RankStream:
                 self._is_ended = True
             except Exception as error:
                 self._items = None  # a generator would say that it has ended
-                raise DataError(
-                    f"the stream raised {type(error).__name__}: {first_line(error)}; mend the "
-                    "dataset, or let it leave such items out"
-                ) from error
+                why = f"{type(error).__name__}: {first_line(error)}"
+                raise DataError(f"the stream raised {why}; mend the dataset") from error
             else:
                 if self._next in wanted:
                     self._kept[self._next] = value
-                self._next += 1
-        found = {number: self._kept.pop(number) for number in numbers if number in self._kept}
-        if not self._needed.intersection(numbers) <= found.keys():
-            raise DataError(
-                "the stream has fewer items than when the state was saved; give the loader the "
-                "dataset of that run"
-            )
-        self._needed.difference_update(numbers)
-        return found
+                self._next += self._ranks
+        there = np.array([each for each in numbers.tolist() if each in self._kept], np.int64)
+        if not self._needed.intersection(numbers.tolist()) <= self._kept.keys():
+            raise DataError("the stream has fewer items than in the run that saved the state")
+        self._needed.difference_update(numbers.tolist())
+        self._found = there, [self._kept.pop(each) for each in there.tolist()]
+        return there
+
+    def take(self, indices: IntArray) -> list[Any]:
+        """What `read` has just found; DataError for other items, which can be read only once."""
+        there, values = self._found
+        if indices is not there:  # a thread of an iterator that has ended
+            raise DataError("items of a stream are read once, and these were given")
+        return list(map(self._transformed, values))
 
     def state(self) -> Any:
         """The dataset's state where the stream is; None without one that JSON holds."""
@@ -156,35 +102,37 @@ class _RankStream:
 
     def _come_to(self, number: int) -> None:
         """Open the stream at the last state before an item, unless it is nearer."""
-        start = max(each for each in self._states if each <= number)
-        if self._items is not None and start <= self._next:
+        start = max(each for each in self._states if each <= number // self._ranks)
+        if self._items is not None and start <= self._next // self._ranks:
             return
-        if number and len(self._states) == 1:
-            warnings.warn(
-                f"the dataset has no state of where it was: {number:,} items are read again",
-                stacklevel=2,
-            )
-        self._open = self._copy()
+        if len(self._states) == 1 and number >= self._ranks:
+            why = "the dataset has no state of where it was"
+            warnings.warn(f"{why}: {number // self._ranks:,} items are read again", stacklevel=2)
+        self._open, (rank, size) = self._opened()
         if hasattr(self._open, "set_epoch"):
             self._open.set_epoch(self._epoch)
         if self._states[start] is not None:
             self._open.load_state_dict(self._states[start])
         # a state is right after this rank's item
-        first = self._size - 1 if start else self._rank
-        self._items, self._next = islice(self._open, first, None, self._size), start
+        self._items = islice(self._open, size - 1 if start else rank, None, size)
+        self._next = start * self._ranks + self._rank
 
-    def _copy(self) -> Any:
-        """The dataset for one pass, since iterating may change it; of `datasets` these files."""
-        if self._size > 1 and is_hugging_face(self._dataset):
+    def _opened(self) -> tuple[Any, tuple[int, int]]:
+        """The dataset for one pass, since iterating may change it; and of which items this rank's
+        are to be picked, every n-th from which one.
+        """
+        dataset, share = self._dataset, (self._rank, self._ranks)
+        if self._is_sharded:
+            share = 0, 1
+        elif is_hugging_face(dataset):
             from datasets.distributed import split_dataset_by_node  # noqa: PLC0415
 
-            self._dataset = split_dataset_by_node(self._dataset, self._rank, self._size)
-            self._rank, self._size = 0, 1
-        opened = copy.copy(self._dataset)
+            dataset, share = split_dataset_by_node(dataset, *share), (0, 1)
+        opened = copy.copy(dataset)
         if hasattr(opened, "_ex_iterable"):  # has the position, of `datasets`
             with suppress(TypeError):  # it has what cannot be copied
                 opened._ex_iterable = copy.deepcopy(opened._ex_iterable)
-        return opened
+        return opened, share
 
 
 def _loses_items(examples: Any) -> bool:

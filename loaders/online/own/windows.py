@@ -4,8 +4,6 @@ For `loaders.plan.steps`. Groups are numbered in rounds, one of every rank, whic
 same.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +13,7 @@ from balance.rng import PLANNED, random_permutation
 from balance.types import Groups, IntArray, Limits
 from loaders.online._exchange import Cancelled
 from loaders.online.own._rounds import deal, make_rounds
-from loaders.online.own.lengths import OwnLengths
+from loaders.online.own.lengths import MORE, OwnLengths
 from loaders.plan.window_order import WindowOrder
 from loaders.plan.windows import Loads, WindowEpoch, WindowGroups
 
@@ -29,12 +27,6 @@ class OwnEpoch(WindowEpoch):
     def lengths(self) -> OwnLengths:
         """What ranks have loaded."""
         return cast("OwnLengths", self.source.lengths)
-
-    def __len__(self) -> int:
-        """Number of groups; of a stream at least as many before its end."""
-        if self.is_planned or self.lengths.stream is None:
-            return super().__len__()
-        return self._planned.first + len(self._planned.groups) + self.source.settings.step_groups
 
     def forget(self, before: int, consumed: int, live: IntArray) -> None:
         """Drop the groups before that number, and what was loaded for them."""
@@ -59,26 +51,29 @@ class OwnEpoch(WindowEpoch):
         lengths, settings = self.lengths, self.source.settings
         if self._closed:  # what ranks are to load is another epoch's now
             raise Cancelled
-        ranks = settings.ranks
-        held = np.bincount(lengths.rank_of(carried), minlength=ranks).tolist()
+        held = np.bincount(lengths.rank_of(carried), minlength=settings.ranks)
         if lengths.stream is None:
             samples = super()._order(consumed, carried)
-            owners = np.repeat(np.arange(ranks), deal(len(samples), held, [0] * ranks))
-            lengths.owners |= dict(zip(samples.tolist(), owners.tolist(), strict=True))
-            return samples
-        size = min(settings.window, max(settings.first_window, consumed))
-        mark = lengths.marks[-1]
-        counts = deal(size, held, [None if each else 1 for each in mark["ended"]])
-        numbers = [first + np.arange(n) for first, n in zip(mark["read"], counts, strict=True)]
-        return np.concatenate([each * ranks + rank for rank, each in enumerate(numbers)])
+            counts = deal(len(samples), held.tolist())
+        else:  # at least one of each rank that may have more
+            read, ended, _ = lengths.marks[-1]
+            size = min(settings.window, max(settings.first_window, consumed))
+            given = deal(size, np.where(ended, MORE, held).tolist())
+            counts = np.where(ended, 0, np.maximum(1, given)).tolist()
+            begun = zip(read, counts, strict=True)
+            own = [(n + np.arange(m)) * len(read) + rank for rank, (n, m) in enumerate(begun)]
+            samples = np.concatenate(own)
+        owners = np.repeat(np.arange(settings.ranks), counts)
+        lengths.owners |= dict(zip(samples.tolist(), owners.tolist(), strict=True))
+        return samples
 
     def _pack(
         self, samples: IntArray, loads: Loads, limits: Limits, consumed: int, *, is_last: bool
     ) -> tuple[Groups, IntArray]:
         """Groups that each rank has of its samples, in rounds; others wait."""
-        owners, made, lengths = self.lengths.rank_of(samples), list[Groups](), self.lengths
-        ranks = self.source.settings.ranks
-        ended = [False] * ranks if lengths.stream is None else lengths.marks[-1]["ended"]
+        lengths, made = self.lengths, list[Groups]()
+        owners, ranks = lengths.rank_of(samples), lengths.ranks[1]
+        ended = [False] * ranks if lengths.stream is None else lengths.marks[-1][1]
         for rank in range(ranks):
             rows = np.flatnonzero(owners == rank)
             own = loads[0][rows], loads[1][rows]
@@ -118,7 +113,6 @@ class OwnWindows(WindowGroups):
         if self._epoch is not None:
             self._epoch.close()
         owner_of = {sample: n % ranks for n, group in enumerate(waiting) for sample in group}
-        carried = state.get("carried", [])
-        owner_of |= zip(carried, owners or [0] * len(carried), strict=True)
+        owner_of |= zip(state.get("carried", []), owners, strict=True)
         lengths.restart(number, owner_of, state.get("marks"))
         return super().begin(number, state)

@@ -18,8 +18,7 @@ from balance.types import COUNT_COLUMNS
 from loaders.online._exchange import Cancelled
 from loaders.online._packer_door import RejectedSample
 from loaders.online.lengths import LengthOptions
-from loaders.online.own.lengths import OwnLengths
-from loaders.online.own.recent_rows import RecentRows
+from loaders.online.own.lengths import OwnLengths, RecentRows
 from loaders.online.own.streams import StreamRecords
 from loaders.online.own.windows import OwnWindows
 from loaders.online.reader import RecordReader
@@ -126,7 +125,7 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
             max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, least=window
         )
         lengths = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
-        lengths.open(records, reader, (rank, world), None)
+        lengths.open(reader, (rank, world), None)
         settings = WindowSettings(
             window=max(1, window // 8) * world,
             first_window=max(1, window // 8) * world,
