@@ -5,8 +5,6 @@ most on a drawn part of the samples (.05 s each); the best few are compared on a
 million at most (.5 s). Deterministic; nothing is tried twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +75,7 @@ class CapTrial:
         """Groups per sample: the fewer, the better the caps."""
         return self.num_groups / max(self.num_samples, 1)
 
-    def extra_groups(self, other: CapTrial) -> float:
+    def extra_groups(self, other: "CapTrial") -> float:
         """Groups per sample beyond those of `other`, relative: 0.0 for as many."""
         return self.num_groups * other.num_samples / max(other.num_groups * self.num_samples, 1) - 1
 

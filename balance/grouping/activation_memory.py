@@ -9,8 +9,6 @@ attention scores, which flash attention does not keep). Not weights, gradients, 
 what recomputation saves: give what is left of a GPU's memory, or prices that you measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from balance.errors import ConfigError
@@ -42,7 +40,7 @@ class ActivationBudget:
             raise ConfigError(f"{self}: give {prices}")
 
     @classmethod
-    def of(cls, preset: ModelPreset, num_bytes: float, *, gpus: int = 1) -> ActivationBudget:
+    def of(cls, preset: ModelPreset, num_bytes: float, *, gpus: int = 1) -> "ActivationBudget":
         """Prices from a preset's dimensions; `gpus` share a micro-batch by tensor parallelism.
 
         Raises ConfigError when the preset does not give the model's dimensions.

@@ -12,8 +12,6 @@ the next. 1.2 million samples take .25 s, 100 million 22 s and, held as uint8 an
 with the result. Pure: the same loads and seed give the same groups on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +77,7 @@ class _Made:
     """Samples that are in no group."""
     tolerance: int
 
-    def split(self, dissolved: NDArray[np.bool_]) -> tuple[_Made, IntArray]:
+    def split(self, dissolved: NDArray[np.bool_]) -> "tuple[_Made, IntArray]":
         """The groups that stay, and the samples of those that are dissolved."""
         moves, stays = np.repeat(dissolved, self.sizes), ~dissolved
         kept = self.samples[~moves], self.sizes[stays], self.slacks[stays]

@@ -8,8 +8,6 @@ All loads of a sample are packed into one uint64, a field with a guard bit per r
 subtraction says whether it fits: a field that would become negative clears its guard bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +50,7 @@ class PackedLoads:
     """Guard bit above each field, as a number."""
 
     @classmethod
-    def of(cls, resources: Sequence[Resource]) -> PackedLoads:
+    def of(cls, resources: Sequence[Resource]) -> "PackedLoads":
         """Lay out the fields; the widest lose bits until all fit into one number.
 
         >>> load = np.array([2])

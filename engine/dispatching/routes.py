@@ -6,8 +6,6 @@ the LLM's rank, Pi_M o Pi_E^-1 (OrchMLLM, section 6). Examples are permuted over
 only of this rank: .4 ms for 8 ranks of 60 examples and two encoders, 65 ms for 2,560 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +31,7 @@ class Route:
 class PlannedRoutes:
     """The routes of a step for one rank, as a planner's note (`StepAssignment.notes`)."""
 
-    moves: Mapping[str, tuple[FeatureMove, ...]]
+    moves: "Mapping[str, tuple[FeatureMove, ...]]"
     """Exchange of each round by encoder; all ranks' notes share it."""
     num_rounds: int
     rank: int

@@ -12,8 +12,6 @@ Beyond the paper, `search_bmp_within` ranks by recomputation too, where memory i
 that ignores it finds steps up to 16 % slower than the fastest.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable
@@ -174,7 +172,7 @@ def rank_candidates(
 
 
 def _extend(
-    begun: _Beginnings, stage: int, ends: range, ranking: _Ranking, most: int
+    begun: _Beginnings, stage: int, ends: range, ranking: "_Ranking", most: int
 ) -> _Beginnings:
     """The best partitions with one more stage, by its end."""
     longer = {}

@@ -4,8 +4,6 @@ A plan holds everything that it was made from (dimensions, cluster, loads of the
 a hash of that, so that anyone can simulate it again. Pure, but for `read_plan` and `write_plan`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
@@ -97,7 +95,7 @@ class PlanRequest:
             )
         head_notes(self.model, tp)
 
-    def changed(self, **changes: Any) -> PlanRequest:
+    def changed(self, **changes: Any) -> "PlanRequest":
         """This request, or that of a plan, with some of it changed."""
         return PlanRequest(**{f.name: getattr(self, f.name) for f in fields(PlanRequest)} | changes)
 

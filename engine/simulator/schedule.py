@@ -11,8 +11,6 @@ Rank r of a pipeline runs the stages r, r + num_ranks, ... A schedule has an ord
 - `interleaved_zero_bubble`: the same in the interleaved order.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ class Schedule:
     @classmethod
     def of(
         cls, name: str, num_stages: int, num_micro_batches: int, actions: Iterable[Iterable[Action]]
-    ) -> Schedule:
+    ) -> "Schedule":
         """The schedule with these actions of each rank. ConfigError without any."""
         if num_stages < 1 or num_micro_batches < 1:
             raise ConfigError(

@@ -5,8 +5,6 @@ asks for the next batch before it trains on this one, the loader is ahead of the
 checkpoint would skip samples. So each step has its own state: save that of the last one trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -29,7 +27,7 @@ class Step:
     state: dict[str, Any]
     """State of the loader after this step, the same on all ranks, for `load_state_dict`."""
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Step:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Step":
         """The same step with all tensors on `device`."""
 
         def moved(batches: list[MicroBatch]) -> list[MicroBatch]:

@@ -1,7 +1,5 @@
 """A row of counts per sample, in memory and in a file for later runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
@@ -34,7 +32,7 @@ class LengthTable:
     @classmethod
     def open(
         cls, folder: str | Path | None, records: Records, identity: str, *, may_write: bool
-    ) -> LengthTable:
+    ) -> "LengthTable":
         """The rows that earlier runs with the same records and `identity` have left in a folder."""
         rows = np.zeros((len(records), ROW), np.int32)
         if folder is None:

@@ -4,8 +4,6 @@ For `loaders.plan.steps`. A source's `epoch(number)` depends on builds, seed and
 reads no shard. Several builds are mixed by `loaders.plan.mixed_groups`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -105,7 +103,7 @@ class StoredGroups:
     def __len__(self) -> int:
         return self.builds[0].manifest.num_groups
 
-    def epoch(self, number: int) -> StoredGroups:
+    def epoch(self, number: int) -> "StoredGroups":
         """The same in every epoch."""
         return self
 

@@ -3,8 +3,6 @@
 For the loader, which reads it, and for figures. `loaders.plan.steps` makes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -48,7 +46,7 @@ class StepFigures(NamedTuple):
     complete: NDArray[np.bool_]
     """Shape (steps, rounds): whether every rank had a group; False only at an epoch's end."""
 
-    def part(self, first: int, last: int) -> StepFigures:
+    def part(self, first: int, last: int) -> "StepFigures":
         """Those of the steps `first` to `last`, with it."""
         steps, start = slice(first, last + 1), int(self.ends[first - 1]) if first else 0
         ends = self.ends[steps] - start

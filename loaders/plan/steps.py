@@ -4,8 +4,6 @@ For the loader. Every rank computes the same steps from builds, seed and epoch, 
 part, without communication. No shard is read. A step of 8 ranks costs .1 ms.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass
@@ -72,7 +70,7 @@ class Steps:
         self.epoch = -1
         self._start(0)
 
-    def copy(self) -> Steps:
+    def copy(self) -> "Steps":
         """The same position, to move on its own."""
         twin = object.__new__(Steps)
         twin.__dict__.update(self.__dict__)

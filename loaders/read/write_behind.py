@@ -4,8 +4,6 @@ A group can be read while it is only in memory, so storing waits until reading p
 waiting. The thread is `nice`; when more than `max_bytes` wait, readers store what they read.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -64,7 +62,7 @@ class WriteBehind:
         queue = self._queue
         return None if queue is None else queue.contents.get(name)
 
-    def _running(self) -> _Queue:
+    def _running(self) -> "_Queue":
         """The queue, and a thread that works it off; new ones in a fork, which has no threads."""
         with self._lock:
             if self._queue is None or self._queue.pid != os.getpid():

@@ -5,8 +5,6 @@ block, whatever the size of the file: about 100 MB/s, far above what the tokeniz
 JSON costs its record: in JSON lines the line, in an array all up to where the next record begins.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import hashlib
@@ -86,7 +84,7 @@ def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
     return report
 
 
-def _values(window: _Window, path: str) -> Iterator[Parsed]:
+def _values(window: "_Window", path: str) -> Iterator[Parsed]:
     first = window.skip(_SEPARATORS)
     if first == "[":
         window.advance(1)

@@ -5,8 +5,6 @@ templates: a sandbox, trimmed blocks, loop controls, `raise_exception`, `tojson`
 and `{% generation %}`. Pure, except for the date of `strftime_now`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -127,7 +125,7 @@ class ChatTemplate:
         spans = _fit_outline(self._outlines[shape], texts, full)
         return full, self._by_renders(messages, full) if spans is None else spans
 
-    def _outline(self, messages: Sequence[Message]) -> _Outline | None:
+    def _outline(self, messages: Sequence[Message]) -> "_Outline | None":
         """What the template writes around the texts of such messages; None if that cannot be told.
 
         Labels take one rendering per turn. But most templates copy the texts unread: then one of

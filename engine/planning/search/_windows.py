@@ -5,8 +5,6 @@ shared stages. No partition is faster than the slowest window of its chain: so a
 chain is no faster than the best known partition is pruned, and two remaining neighbours are joined.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -34,7 +32,7 @@ class Windows:
     def __len__(self) -> int:
         return len(self.bound_ns)
 
-    def take(self, indices: IntArray) -> Windows:
+    def take(self, indices: IntArray) -> "Windows":
         """Some of the windows."""
         return Windows(**{f.name: getattr(self, f.name)[indices] for f in fields(self)})
 

@@ -4,8 +4,6 @@ Windows are counted, so what they alone limit is the same on every machine. Time
 that a deadline ends finds what the machine has reached by then.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -50,7 +48,7 @@ class SearchLimits:
         """Whether the time is up."""
         return self.clock() >= self.deadline_s
 
-    def part(self, share: float) -> SearchLimits:
+    def part(self, share: float) -> "SearchLimits":
         """These limits with a share of the time that is left."""
         if self.deadline_s == math.inf:
             return self

@@ -16,8 +16,6 @@ Every rank takes part in every exchange; with nothing to encode, it gives an emp
 usual width. Through `received.link`, which is 0, it takes part in the backward pass in any case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,7 +83,7 @@ class _Exchange(NamedTuple):
     receive_places: Tensor
 
     @classmethod
-    def of(cls, route: Route, device: torch.device) -> _Exchange:
+    def of(cls, route: Route, device: torch.device) -> "_Exchange":
         tokens = route.tokens
         return cls(
             torch.from_numpy(tokens.send_places).to(device),
