@@ -22,8 +22,6 @@ encoder from the number of images), OrchMLLM eq. 2 (linear and quadratic terms),
 matrices alone 39.9 %). Factor 3, nothing recomputed: PaLM (arXiv 2204.02311), appendix B.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from math import isqrt
 
@@ -73,7 +71,7 @@ class ComputeLoad:
     llm_squares: IntArray
     """Sum over samples of `seq_len` squared."""
 
-    def sum(self, groups: Groups) -> ComputeLoad:
+    def sum(self, groups: Groups) -> "ComputeLoad":
         """Load of each group, from the load of each sample."""
         return ComputeLoad(**{f.name: groups.sum(getattr(self, f.name)) for f in fields(self)})
 
@@ -94,7 +92,7 @@ class FlopsModel:
     speed: GpuSpeed
 
     @classmethod
-    def of(cls, preset: ModelPreset, speed: GpuSpeed | None = None) -> FlopsModel:
+    def of(cls, preset: ModelPreset, speed: GpuSpeed | None = None) -> "FlopsModel":
         """The FLOPs of a preset's model; ConfigError if it does not give the model's dimensions."""
         vit, llm = preset.dimensions
         return cls(

@@ -3,8 +3,6 @@
 Arrays only, one entry per sample or per group, so that a billion samples stay a few columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,7 +53,7 @@ class Counts:
         """LLM sequence length of each sample: image, text and audio tokens together."""
         return self.num_image_tokens + self.num_text_tokens + self.num_audio_tokens
 
-    def take(self, indices: IntArray) -> Counts:
+    def take(self, indices: IntArray) -> "Counts":
         """The counts of the samples at `indices`, in that order."""
         return Counts(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
 
@@ -137,7 +135,7 @@ class Groups:
             sums[first : first + CHUNK] = np.diff(running)
         return sums
 
-    def take(self, groups: IntArray) -> Groups:
+    def take(self, groups: IntArray) -> "Groups":
         """The groups at `groups`, in that order.
 
         >>> Groups(np.array([2, 0, 1]), np.array([0, 2, 3])).take(np.array([1, 0])).samples.tolist()

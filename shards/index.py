@@ -11,8 +11,6 @@ The manifest also says where each record batch is and what types its columns hav
 header and footer are not read.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import threading
@@ -186,7 +184,7 @@ def _write(table: pa.Table, path: Path, batch_rows: int | None = None) -> None:
 # --- reading ---
 
 
-def open_index(manifest: Manifest, files: IndexFiles | None = None) -> GroupIndex:
+def open_index(manifest: Manifest, files: IndexFiles | None = None) -> "GroupIndex":
     """The index of a build, in `files` or next to the manifest. DamagedShard if it does not fit.
 
     Record batches are read later, so most damage is found by the first read of a row in one.
@@ -217,7 +215,7 @@ def _listed_schema(manifest: Manifest) -> pa.Schema:
 
 def _batches_by_range(
     manifest: Manifest, name: str, schema: pa.Schema, files: IndexFiles
-) -> _Batches:
+) -> "_Batches":
     file = manifest.file(name)
 
     def read(number: int) -> pa.RecordBatch:

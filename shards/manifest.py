@@ -4,8 +4,6 @@ It is written last and atomically: a build is complete if and only if it exists.
 host or path (except the data root of refs builds): the same inputs and seed give the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -42,7 +40,7 @@ class BatchRange:
     """XXH3 of 64 bits over that range."""
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> BatchRange:
+    def from_json(cls, entry: dict[str, Any]) -> "BatchRange":
         """The record batch of an entry of the manifest."""
         checksum = int(entry["xxh3_64"], 16)
         return cls(offset=entry["offset"], length=entry["length"], checksum=checksum)
@@ -68,14 +66,14 @@ class BuildFile:
     """Type of each column of the index, as Arrow names it; none in version 2."""
 
     @classmethod
-    def of(cls, folder: Folder, name: str) -> BuildFile:
+    def of(cls, folder: Folder, name: str) -> "BuildFile":
         """The file as it is now; reads it once. OSError if it cannot be read."""
         with folder.open(name) as file:
             checksum, size = file_checksum(file)
         return cls(name=name, size=size, checksum=checksum)
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> BuildFile:
+    def from_json(cls, entry: dict[str, Any]) -> "BuildFile":
         """The file of an entry of the manifest."""
         batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
         name, size, checksum = (entry[key] for key in ("name", "size", "xxh3_128"))

@@ -17,8 +17,6 @@ Pure, and computed by every rank itself; integers only, so that all machines agr
 only a position in it: 250 million groups cost nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -68,7 +66,7 @@ class GroupOrder(Protocol):
     def state(self) -> dict[str, Any]:
         """Keywords, plain JSON, with which a new order continues exactly here."""
 
-    def copy(self) -> GroupOrder:
+    def copy(self) -> "GroupOrder":
         """An order in the same state that moves independently."""
 
 
@@ -157,7 +155,7 @@ class GlobalShuffle:
         """Keywords, plain JSON, with which a new order continues exactly here."""
         return {"consumed": self.consumed, "spare": self._spare.tolist()}
 
-    def copy(self) -> GlobalShuffle:
+    def copy(self) -> "GlobalShuffle":
         """An order in the same state that moves independently."""
         twin = object.__new__(GlobalShuffle)
         twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed

@@ -4,8 +4,6 @@ From the analytical model or from a profile. Times are whole nanoseconds, so tha
 one plan agree exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,13 +93,13 @@ class Costs:
         """Both gradients, int64, (layers, micro_batches); nothing recomputed."""
         return self.input_grad_ns + self.weight_grad_ns
 
-    def take(self, indices: IntArray) -> Costs:
+    def take(self, indices: IntArray) -> "Costs":
         """The same layers for some of the micro-batches, in the order of `indices`."""
         columns = {name: getattr(self, name)[:, indices] for name in COLUMNS}
         taken: dict[str, Any] = {name: np.ascontiguousarray(own) for name, own in columns.items()}
         return replace(self, **taken)
 
-    def rows(self, indices: Sequence[int]) -> Costs:
+    def rows(self, indices: Sequence[int]) -> "Costs":
         """Some of the layers, in the order of `indices`; one may be there several times."""
         return Costs(
             names=tuple(self.names[row] for row in indices),

@@ -5,8 +5,6 @@ number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 
 (0, 4, 9, 14, 20).)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -51,7 +49,7 @@ class StageCosts:
         input_grad_ns: IntArray,
         weight_grad_ns: IntArray,
         sends_grad: BoolArray,
-    ) -> StageCosts:
+    ) -> "StageCosts":
         """Stages with these times of passes, without memory and with immediate sends."""
         names, zeros = (f.name for f in fields(cls)), np.zeros_like(forward_ns)
         values: dict[str, Any] = dict.fromkeys(names, zeros)
@@ -74,7 +72,7 @@ class StageCosts:
         """Both gradients."""
         return self.input_grad_ns + self.weight_grad_ns
 
-    def take(self, indices: IntArray) -> StageCosts:
+    def take(self, indices: IntArray) -> "StageCosts":
         """The same stages for some of the micro-batches, in the order of `indices`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         taken = {name: own[:, indices] for name, own in columns.items() if own.ndim == 2}

@@ -7,8 +7,6 @@ gaps of an order (`engine.tuning.order_times`) become a schedule with ENCODE act
 exactly, with its memory: features wait on the first rank until their micro-batch enters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,12 +41,12 @@ class Encoder:
     """Weights, of which a rank that encodes needs a copy."""
 
     @classmethod
-    def nothing(cls, num_micro_batches: int) -> Encoder:
+    def nothing(cls, num_micro_batches: int) -> "Encoder":
         """The encoder of a step in which nothing runs ahead."""
         arrays = dict.fromkeys(_BY_MICRO_BATCH, np.zeros(num_micro_batches, np.int64))
         return cls(num_layers=0, state_bytes=0, **arrays)
 
-    def take(self, indices: IntArray) -> Encoder:
+    def take(self, indices: IntArray) -> "Encoder":
         """The same for some of the micro-batches, in the order of `indices`."""
         taken: dict[str, Any] = {name: getattr(self, name)[indices] for name in _BY_MICRO_BATCH}
         return replace(self, **taken)

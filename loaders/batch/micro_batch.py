@@ -1,7 +1,5 @@
 """`MicroBatch`: what a rank runs in one forward pass, packed without padding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -163,11 +161,11 @@ class MicroBatch:
             )
         return (token_losses * weights).sum() / self.loss_normalizer
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
         """The same micro-batch with all tensors on `device`."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> MicroBatch:
+    def pin_memory(self) -> "MicroBatch":
         """The same in page-locked memory, for `to(..., non_blocking=True)`; needs a GPU."""
         return self._with_tensors(Tensor.pin_memory)
 
@@ -177,7 +175,7 @@ class MicroBatch:
         images = (each if isinstance(each, Tensor) else bytes(each) for each in self.images)
         return _of_values, (values | {"images": tuple(images)},)
 
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         changed: dict[str, Any] = {
             field.name: change(value)
             for field in fields(self)

@@ -5,8 +5,6 @@ for them forever. So as many samples from the end as are missing are given singl
 have equally many micro-batches, and none is empty. Positions count samples, so they fit any ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +54,7 @@ class InOrder(EpochSource):
     def prepare(self, number: int) -> None:
         """Nothing."""
 
-    def cut(self, ranks: int, samples: int = 0) -> tuple[SampleGroups, StoredOrder]:
+    def cut(self, ranks: int, samples: int = 0) -> "tuple[SampleGroups, StoredOrder]":
         """Micro-batches for so many ranks, and their order after `samples` samples."""
         if not 0 <= samples <= len(self._groups.samples):
             raise unfit_state(f"{samples} of {len(self._groups.samples)} samples")
@@ -144,7 +142,7 @@ class StoredOrder:
         """Keywords of `InOrder.cut`, plain JSON, with which an order continues exactly here."""
         return {"samples": int(self._borders[self._next])}
 
-    def copy(self) -> StoredOrder:
+    def copy(self) -> "StoredOrder":
         """An order in the same state that moves independently."""
         twin = object.__new__(StoredOrder)
         twin.__dict__.update(self.__dict__)

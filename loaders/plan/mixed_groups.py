@@ -4,8 +4,6 @@ For `loaders.plan.steps`. Each build is a part with passes of its own: stored, o
 grouped again in each pass. No group comes twice in a pass, and none is ever lost.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -43,7 +41,7 @@ class MixedGroups:
         self.identity = joint_identity(parts, list(map(str, self._shares)))
         self._epochs = PreparedEpochs(self._make)
 
-    def epoch(self, number: int) -> MixedEpoch:
+    def epoch(self, number: int) -> "MixedEpoch":
         """Each build's share of its groups."""
         return self._epochs.get(number)
 
@@ -51,7 +49,7 @@ class MixedGroups:
         """Start to make that epoch in a thread: parts of large builds take a second."""
         self._epochs.prepare(number)
 
-    def _make(self, number: int) -> MixedEpoch:
+    def _make(self, number: int) -> "MixedEpoch":
         chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
         return MixedEpoch(chosen)
 

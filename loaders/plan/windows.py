@@ -6,8 +6,6 @@ prepared in a thread meanwhile. Groups depend on lengths, seed and epoch alone, 
 ranks, so every rank makes the same ones, and a state continues on any number of ranks.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -98,7 +96,7 @@ class WindowSettings:
 class WindowGroups(EpochSource):
     """The epochs of a dataset that is measured while training runs."""
 
-    epoch_type: type[WindowEpoch]
+    epoch_type: "type[WindowEpoch]"
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class WindowGroups(EpochSource):
         self._epoch: WindowEpoch | None = None
         self._next: WindowEpoch | None = None
 
-    def epoch(self, number: int) -> WindowEpoch:
+    def epoch(self, number: int) -> "WindowEpoch":
         """The groups of an epoch, none of them planned."""
         return self.begin(number, {})[0]
 
@@ -142,7 +140,7 @@ class WindowGroups(EpochSource):
         self._next.first_limits = self._next.limits = last.limits
         self._next.prepare(0, np.zeros(0, np.int64))
 
-    def begin(self, number: int, state: dict[str, Any]) -> tuple[WindowEpoch, WindowOrder]:
+    def begin(self, number: int, state: dict[str, Any]) -> "tuple[WindowEpoch, WindowOrder]":
         """An epoch, and its order after the position `state`. ValueError for one that is none."""
         given, passed = int(state.get("given", 0)), int(state.get("passed", 0))
         waiting = _as_groups(state.get("waiting", []))

@@ -1,7 +1,5 @@
 """Builds on disk: byte ranges of mapped shards, and files of refs builds."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading
@@ -75,7 +73,7 @@ class LocalShards:
         if mapped is not None:
             mapped.release(offset, offset + length)
 
-    def _open(self, shard: int) -> _MappedFile:
+    def _open(self, shard: int) -> "_MappedFile":
         """The mapped shard. DamagedShard if it is missing or has another size than it should."""
         mapped = self._opened.get(shard)
         if mapped is not None and len(self._manifest.shards) <= MAX_OPEN:
@@ -89,7 +87,7 @@ class LocalShards:
             self._opened.move_to_end(shard)
             return self._opened[shard]
 
-    def _map(self, file: BuildFile) -> _MappedFile:
+    def _map(self, file: BuildFile) -> "_MappedFile":
         path = self._root / file.name
         size = path.stat().st_size if path.is_file() else None
         if size != file.size:

@@ -5,8 +5,6 @@ layer runs. Times are wall-clock on a rank that does nothing else meanwhile; wit
 for it. Bytes are counted in separate passes, because counting is slow on a CPU (`LiveBytes`).
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,7 +226,7 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
     )
 
 
-def _backward_peak(layer: _IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
+def _backward_peak(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> int:
     inputs = _copies(layer)
     made = layer.forward(inputs)
     inputs.clear()
@@ -240,7 +238,7 @@ def _backward_peak(layer: _IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
     return meter.peak_bytes
 
 
-def _deferred_bytes(layer: _IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
+def _deferred_bytes(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> int:
     """Bytes that are live between the two passes, because of deferred weight gradients."""
     before, defer = meter.live_bytes, DeferredWeights()
     inputs = _copies(layer)
