@@ -290,7 +290,7 @@ class Numbers:
         return ({"input_ids": torch.full((1 + (n % 50 == 9), 5 + 7 * n % 90), n)} for n in count())
 
 
-def test_a_stream_may_have_no_end():
+def test_a_stream_may_have_no_end(tmp_path):
     options = {"measure": "own", "max_tokens": 200, "window": 160, "micro_batches_per_step": 2}
     loader = BalancedLoader(SavingStream(Numbers()), **options)
     given, states = [], []
@@ -302,6 +302,9 @@ def test_a_stream_may_have_no_end():
     assert set(range(400)) - set(found) == set(range(9, 400, 50))
     assert "input_ids has the shape (2, 68): an item is one" in loader.rejected[0].detail
     assert loader.report()["records"] is None
+    loader.write_report(tmp_path / "report.html")
+    measured = f"<p>{loader.report()['measured']:,} records measured"
+    assert measured in (tmp_path / "report.html").read_text("utf-8")
     # what is kept does not grow
     assert len(loader._lengths._table._known) < 200
     assert len(json.dumps(states[-1])) < 5_000
