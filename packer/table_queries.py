@@ -5,8 +5,6 @@ polars takes 0.2 s to load, so it is loaded with the first question: `packer --h
 
 # ruff: noqa: PLC0415 - see above
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-def query_table(path: Path, question: Callable[[pl.LazyFrame], pl.LazyFrame]) -> pl.DataFrame:
+def query_table(path: Path, question: "Callable[[pl.LazyFrame], pl.LazyFrame]") -> "pl.DataFrame":
     """The answer to a question about one table; DataError when that is missing or damaged."""
     import polars as pl
 
@@ -36,7 +34,7 @@ def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[d
     """Rows of a table in the order asked for; reads only the row groups that hold them."""
     import polars as pl
 
-    def chosen(table: pl.LazyFrame) -> pl.LazyFrame:
+    def chosen(table: "pl.LazyFrame") -> "pl.LazyFrame":
         return pl.concat([table.select(columns).slice(row, 1) for row in rows])
 
     return query_table(path, chosen).to_dicts()
@@ -46,13 +44,13 @@ def find_rows(path: Path, column: str, value: str) -> list[int]:
     """Numbers of the rows of a table that have this value."""
     import polars as pl
 
-    def matching(table: pl.LazyFrame) -> pl.LazyFrame:
+    def matching(table: "pl.LazyFrame") -> "pl.LazyFrame":
         return table.select(column).with_row_index("row").filter(pl.col(column) == value)
 
     return query_table(path, matching)["row"].to_list()
 
 
-def count_reasons(rejected: pl.LazyFrame) -> pl.LazyFrame:
+def count_reasons(rejected: "pl.LazyFrame") -> "pl.LazyFrame":
     """Rejections by reason, most frequent first, with the first sample's details."""
     import polars as pl
 
@@ -63,7 +61,7 @@ def count_reasons(rejected: pl.LazyFrame) -> pl.LazyFrame:
     )
 
 
-def as_frame(table: pa.Table) -> pl.LazyFrame:
+def as_frame(table: pa.Table) -> "pl.LazyFrame":
     """A table in memory as polars sees it, without a copy."""
     import polars as pl
 

@@ -5,8 +5,6 @@ uploaded and removed one by one as they are written; the small files follow, the
 Until then, `building.json` next to the shards says whose build it is, so that there is only one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -79,7 +77,7 @@ class Publisher:
         self.forget()
 
     @property
-    def _bucket(self) -> ObjectFolder:
+    def _bucket(self) -> "ObjectFolder":
         return open_object_folder(self.uri)
 
     def _holder(self) -> bytes:

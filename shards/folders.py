@@ -5,8 +5,6 @@ OSError, and costs one sample; a problem with the whole place (no such bucket, w
 raises DataError, and stops the build.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -69,7 +67,7 @@ def open_folder(place: str, *, follow_links: bool = False) -> Folder:
 
 
 @lru_cache(maxsize=64)
-def open_object_folder(uri: str) -> ObjectFolder:
+def open_object_folder(uri: str) -> "ObjectFolder":
     """The folder at a URI, which can be written to; ConfigError for one of an unknown kind."""
     scheme = uri.partition("://")[0]
     if scheme not in URI_SCHEMES:

@@ -5,8 +5,6 @@ straight on, so memory stays under 10 MB. Requests are retried with growing paus
 breaks off in the middle is continued, not repeated.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -52,7 +50,7 @@ class ObjectFolder:
         self._prefix = str(PurePosixPath(prefix)) if prefix else ""
         self._stores: dict[int, Any] = {}
 
-    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str]]:
+    def __reduce__(self) -> "tuple[type[ObjectFolder], tuple[str]]":
         return ObjectFolder, (self.uri,)
 
     @cached_property
@@ -174,7 +172,7 @@ class ObjectFolder:
             )
         return self._stores[retries]
 
-    def _get(self, key: str, options: GetOptions) -> Any:
+    def _get(self, key: str, options: "GetOptions") -> Any:
         return self._store().get(key, options=options)
 
     def _key(self, name: str) -> str:
@@ -183,7 +181,7 @@ class ObjectFolder:
         relative = "" if str(path) == "." else str(path)
         return f"{self._prefix}/{relative}".strip("/") if self._prefix else relative
 
-    def _info(self, meta: ObjectMeta) -> FileInfo:
+    def _info(self, meta: "ObjectMeta") -> FileInfo:
         name = meta["path"].removeprefix(self._prefix).lstrip("/")
         return FileInfo(name, meta["size"], meta["e_tag"] or meta["last_modified"].isoformat())
 
@@ -216,7 +214,7 @@ class ObjectFolder:
 class _RangedFile(io.RawIOBase):
     """A large object, read in windows; its beginning, to which readers return, stays in memory."""
 
-    def __init__(self, root: ObjectFolder, name: str, meta: ObjectMeta, head: bytes) -> None:
+    def __init__(self, root: ObjectFolder, name: str, meta: "ObjectMeta", head: bytes) -> None:
         self._root, self._name = root, name
         self._size, self._version = meta["size"], meta["e_tag"]
         self._head = head

@@ -4,8 +4,6 @@ Rejections come from counting, the caps and writing; `rejected.parquet` holds al
 pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +199,7 @@ def _column(
     return column, rows.samples
 
 
-def _open(manifest: Manifest, name: str, open_file: OpenFile | None) -> pq.ParquetFile:
+def _open(manifest: Manifest, name: str, open_file: OpenFile | None) -> "pq.ParquetFile":
     import pyarrow.parquet as pq  # noqa: PLC0415
 
     return pq.ParquetFile(open_file(name) if open_file else Path(manifest.place, name))

@@ -9,8 +9,6 @@ by Pi_M (to the LLM's batches), encoder inputs by Pi_E, and encoder outputs by P
 Pure NumPy, arrays of one entry per example. Volumes are of the forward pass; gradients go back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +78,7 @@ class Permutation:
         """
         return values[self.order]
 
-    def inverse(self) -> Permutation:
+    def inverse(self) -> "Permutation":
         """The way back.
 
         >>> there = from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3]))
@@ -91,7 +89,7 @@ class Permutation:
         order[self.order] = np.arange(len(order))
         return Permutation(order, self.target_offsets, self.source_offsets)
 
-    def then(self, after: Permutation) -> Permutation:
+    def then(self, after: "Permutation") -> "Permutation":
         """`after` o self in one move (OrchMLLM, Rearrangement Composition)."""
         ends, starts = self.target_offsets, after.source_offsets
         if not np.array_equal(ends, starts):
@@ -101,7 +99,7 @@ class Permutation:
             )
         return Permutation(self.order[after.order], self.source_offsets, after.target_offsets)
 
-    def expand(self, counts: IntArray) -> Permutation:
+    def expand(self, counts: IntArray) -> "Permutation":
         """The same permutation of the examples' items: their images, or their tokens.
 
         `counts`: items of each example in source order, shape (num_examples,), none negative. Items

@@ -4,8 +4,6 @@ Loads of samples come from the counts table of a build. Exact but for two things
 tell: at native resolution all images of a sample count as equally large, its audio as one clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -29,12 +27,12 @@ class PhaseLoads:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def map(self, function: Callable[[IntArray], IntArray]) -> PhaseLoads:
+    def map(self, function: Callable[[IntArray], IntArray]) -> "PhaseLoads":
         """The same quantities with a function applied to each column."""
         return PhaseLoads(*(function(getattr(self, name)) for name in QUANTITIES))
 
     @classmethod
-    def nothing(cls, count: int) -> PhaseLoads:
+    def nothing(cls, count: int) -> "PhaseLoads":
         """`count` micro-batches without anything for this phase."""
         return cls(*(np.zeros(count, np.int64) for _ in QUANTITIES))
 
@@ -55,11 +53,11 @@ class Loads:
     def __len__(self) -> int:
         return len(self.llm)
 
-    def map(self, function: Callable[[IntArray], IntArray]) -> Loads:
+    def map(self, function: Callable[[IntArray], IntArray]) -> "Loads":
         """The same phases with a function applied to each column."""
         return Loads(**{phase: getattr(self, phase).map(function) for phase in PHASES})
 
-    def take(self, indices: IntArray) -> Loads:
+    def take(self, indices: IntArray) -> "Loads":
         """Some micro-batches, in the order of `indices`."""
         return self.map(lambda column: column[indices])
 
@@ -71,7 +69,7 @@ class Loads:
         }
 
     @classmethod
-    def of_lists(cls, values: dict[str, dict[str, list[int]]]) -> Loads:
+    def of_lists(cls, values: dict[str, dict[str, list[int]]]) -> "Loads":
         """The inverse of `to_lists`."""
         arrays = {p: [np.array(values[p][q], np.int64) for q in QUANTITIES] for p in PHASES}
         return cls(**{phase: PhaseLoads(*columns) for phase, columns in arrays.items()})
@@ -79,7 +77,7 @@ class Loads:
     @classmethod
     def constant(
         cls, count: int, *, images: int, vit_tokens_per_image: int, seq_len: int, samples: int = 1
-    ) -> Loads:
+    ) -> "Loads":
         """`count` equal micro-batches of equal images and `samples` equal samples.
 
         `seq_len`: tokens of all samples of a micro-batch.

@@ -1,7 +1,5 @@
 """`open_counter`: a model, a processor or a function says what samples cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ class NoImages(NativeSizeRule):
 
 
 def open_counter(
-    options: PackingConfig, config: LoaderConfig, places: RecordTable | None
+    options: "PackingConfig", config: LoaderConfig, places: RecordTable | None
 ) -> RecordCounter:
     """The counter of `model=`, `processor=` or `encode=`. ConfigError unless options fit."""
     _check(options, config)
@@ -68,7 +66,7 @@ def open_counter(
     return counter
 
 
-def _check(options: PackingConfig, config: LoaderConfig) -> None:
+def _check(options: "PackingConfig", config: LoaderConfig) -> None:
     """ConfigError if options lack something, or would be ignored."""
     has_encode, has_processor = options.encode is not None, options.processor is not None
     if not (has_encode or has_processor or options.model):
@@ -135,7 +133,7 @@ def _config_of(model: str | None, loaded_from: str) -> str:
     return text
 
 
-def _model_of_text(options: PackingConfig) -> ModelPreset:
+def _model_of_text(options: "PackingConfig") -> ModelPreset:
     """Of which nothing is known but its context length."""
     most = options.max_tokens or _NO_LENGTH
     length = min(most, getattr(options.processor, "model_max_length", most))

@@ -1,7 +1,5 @@
 """Records of a dataset that is named by its place, by the packer's sources."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +49,7 @@ class PlaceRecords(Records):
         return replace(record, value=value)
 
 
-def open_records(dataset: Any, packing: PackingConfig, *, seed: int, shows: bool) -> Records:
+def open_records(dataset: Any, packing: "PackingConfig", *, seed: int, shows: bool) -> Records:
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
     as_files = packing.encode is None
     if packing.measure == "own" and is_stream(dataset):

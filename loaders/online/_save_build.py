@@ -4,8 +4,6 @@ Tokens and files' places of samples that this process measured are taken from me
 are still there; the other samples are read and tokenised again, since lengths alone make no shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,7 @@ def save_build(
     records: Records,
     counter: RecordCounter,
     kept: Kept,
-    packing: PackingConfig,
+    packing: "PackingConfig",
     seed: int,
 ) -> None:
     """Write a build; `kept` are samples in memory, by their numbers for the loader."""

@@ -273,9 +273,8 @@ class SampleLengths:
         except Exception as error:
             if self._exchange is None:
                 raise
-            reason = f"{type(error).__name__}: {error}"
-            none = np.zeros((0, ROW), np.int32)
-            return MeasuredPart(none, [], error=f"one rank failed: {reason}", rank=self._rank)
+            reason = f"one rank failed: {type(error).__name__}: {error}"
+            return MeasuredPart(np.zeros((0, ROW), np.int32), [], error=reason, rank=self._rank)
         rows = self._table.get(samples)
         numbers, rows[:, SOURCE] = np.unique(rows[:, SOURCE], return_inverse=True)
         with self._lock:
@@ -283,8 +282,7 @@ class SampleLengths:
             return MeasuredPart(rows, names, [*self._unsent], rank=self._rank)
 
     def _existing(self, samples: IntArray) -> IntArray:
-        """Those of samples that there are: only of a stream some are not."""
-        return samples
+        return samples  # of a stream some are not there
 
     def _add(self, samples: IntArray, part: MeasuredPart) -> None:
         """Take over the rows of a part, known ones too, so that all ranks have the same."""

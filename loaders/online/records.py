@@ -4,8 +4,6 @@ Any map-style dataset: a list, torch's `Dataset`, `datasets.Dataset`. A record t
 cannot give is one that says why, and costs no run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +126,7 @@ class Records:
             return BrokenRecord(why, "corrupt_image")
 
 
-def identity_of(records: Records, counter: RecordCounter) -> str:
+def identity_of(records: Records, counter: "RecordCounter") -> str:
     """Of a dataset and how it is counted; other if records are others, or in another order.
 
     Told by what some are counted as: pixels may be random.

@@ -6,8 +6,6 @@ moves no build's position: nothing is lost, no group comes twice in a pass, and 
 any ranks, also with another schedule.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -105,14 +103,14 @@ class ScheduledGroups(EpochSource):
         self._passes: dict[tuple[int, int], Epoch] = {}
         self._lock = threading.Lock()
 
-    def epoch(self, number: int) -> ScheduledEpoch:
+    def epoch(self, number: int) -> "ScheduledEpoch":
         """The groups of any epoch; `begin` gives how many it has."""
         return self.begin(WeightedOrder(self).after_epoch())[0]
 
     def prepare(self, number: int) -> None:
         """Nothing: a pass prepares the next one when it begins."""
 
-    def begin(self, state: Mapping[str, Any]) -> tuple[ScheduledEpoch, WeightedOrder]:
+    def begin(self, state: Mapping[str, Any]) -> "tuple[ScheduledEpoch, WeightedOrder]":
         """An epoch, and the order of its groups after the position `state`."""
         order = WeightedOrder(self, **state)
         return ScheduledEpoch(self, order), order
@@ -134,7 +132,7 @@ class ScheduledGroups(EpochSource):
 class ScheduledEpoch(JointEpoch):
     """Groups of all passes of all builds, by number."""
 
-    def __init__(self, source: ScheduledGroups, order: WeightedOrder) -> None:
+    def __init__(self, source: ScheduledGroups, order: "WeightedOrder") -> None:
         self._source, self._length, self._began = source, order.length, order.began
         self._passes = order.open_passes()
 
@@ -218,7 +216,7 @@ class WeightedOrder:
         length = sum(map(int, self._loads()))
         return {**self.state(), "began": self.step, "length": length, "given": 0}
 
-    def copy(self) -> WeightedOrder:
+    def copy(self) -> "WeightedOrder":
         """An order in the same state that moves independently."""
         twin = object.__new__(WeightedOrder)
         own = {"_passes": list(self._passes), "_owed": list(self._owed)}

@@ -1,7 +1,5 @@
 """`WindowOrder`: position in groups that are planned while training runs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +92,7 @@ class PlannedGroups:
     sums: dict[str, IntArray] | None
     """Sums of `num_samples` and the columns of `Counts`; None until they are measured."""
 
-    def with_groups(self, groups: Groups, sums: dict[str, IntArray]) -> PlannedGroups:
+    def with_groups(self, groups: Groups, sums: dict[str, IntArray]) -> "PlannedGroups":
         """With more groups after these."""
         assert self.sums is not None
         own = self.groups
@@ -105,7 +103,7 @@ class PlannedGroups:
         added = {name: np.concatenate([self.sums[name], sums[name]]) for name in sums}
         return PlannedGroups(self.first, joined, added)
 
-    def without(self, count: int) -> PlannedGroups:
+    def without(self, count: int) -> "PlannedGroups":
         """Without the first groups."""
         assert self.sums is not None
         kept = self.groups.take(np.arange(count, len(self.groups)))
@@ -125,7 +123,7 @@ class WindowOrder:
 
     def __init__(
         self,
-        epoch: WindowEpoch,
+        epoch: "WindowEpoch",
         waiting: IntArray,
         carried: IntArray,
         *,
@@ -210,7 +208,7 @@ class WindowOrder:
             **epoch.own_state(self._consumed, self._live(), self._carried),
         }
 
-    def copy(self) -> WindowOrder:
+    def copy(self) -> "WindowOrder":
         """An order in the same state that moves independently."""
         twin = object.__new__(WindowOrder)
         twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed

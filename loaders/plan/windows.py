@@ -147,8 +147,7 @@ class WindowGroups(EpochSource):
         carried = np.array(state.get("carried", []), np.int64)
         consumed, total = int(state.get("consumed", 0)), len(self.lengths)
         samples = [*waiting.samples.tolist(), *carried.tolist()]
-        # a stream's are numbered by rank
-        most = total * self.settings.ranks if self.settings.are_rounds else total
+        most = total * (self.settings.ranks if self.settings.are_rounds else 1)  # as streams have
         known = all(0 <= sample < most for sample in samples)
         if given < 0 or not len(samples) <= consumed <= total or not known:
             raise unfit_state(f"{consumed} of {total} samples, {len(samples)} of them waiting")

@@ -6,8 +6,6 @@ groups as they are read; and the manifest each time: it says whether the cache h
 number of threads may read at once.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence
@@ -93,7 +91,7 @@ class Build:
             self._media.skip_missing = True
 
     @cached_property
-    def samples(self) -> SampleTable:
+    def samples(self) -> "SampleTable":
         """Counts of each sample; read when first asked for."""
         from shards.tables import read_samples  # noqa: PLC0415  (see `loaders`)
 

@@ -1,7 +1,5 @@
 """Turns of a conversation, with calls of tools, as a template's messages. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def messages_of(
-    turns: Sequence[Turn], write: Callable[[str], Any]
+    turns: "Sequence[Turn]", write: Callable[[str], Any]
 ) -> tuple[list[dict[str, Any]], Any]:
     """(messages, the tools that they may call or None); `write` makes a content of a text."""
     messages: list[dict[str, Any]] = [

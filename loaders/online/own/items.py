@@ -1,7 +1,5 @@
 """Items that are samples already, of a dataset that calls a processor by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from loaders.online.loader import PackingConfig
 
 
-def of_items(dataset: Any, packing: PackingConfig, config: LoaderConfig) -> PackingConfig:
+def of_items(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> "PackingConfig":
     """With `encode`, if items are samples already; the first one tells, where a model is given.
 
     ConfigError for options that are not there with `measure="own"`.

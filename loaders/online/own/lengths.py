@@ -69,10 +69,7 @@ class OwnLengths(SampleLengths):
         return int(sum(read)) + (0 if all(ended) else MORE)
 
     def open(self, reader: RecordReader, ranks: tuple[int, int], checks: RankChecks | None) -> str:
-        """Keep what `reader` has loaded until it is given; `checks` count what ranks begin.
-
-        -> what tells the dataset from others, where items may be others each time.
-        """
+        """Keep what `reader` has loaded until it is given; -> what tells these records."""
         self._reader, self.ranks, self._checks = reader, ranks, checks
         self._counter.chunk_records, self._rank = CHUNK, ranks[0]
         self._given, size = Counter[int](), str(len(reader.records))
@@ -85,9 +82,9 @@ class OwnLengths(SampleLengths):
         return f"{size} {self._counter.identity}"
 
     def restart(self, epoch: int, owners: dict[int, int], marks: list[Any] | None = None) -> None:
-        """Forget all that is loaded; what ranks tell from now on is new.
+        """Forget all that is loaded, but for a state's samples (`owners`), which are loaded again.
 
-        `owners` has the samples of a state, which are loaded again, and `marks` are of a stream's.
+        What ranks tell from now on is new.
         """
         self.owners, (rank, size) = owners, self.ranks
         self._begun = f"own/{self._checks.num_compared if self._checks else 0}/{epoch}"

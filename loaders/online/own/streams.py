@@ -47,8 +47,8 @@ class StreamRecords(Records):
     def restart(
         self, epoch: int, ranks: tuple[int, int], states: dict[int, Any], needed: IntArray
     ) -> None:
-        """Begin an epoch. `ranks`: this one, and their number. `states` are the dataset's own
-        before this rank's n-th item, if any; `needed` are the items before the last to read again.
+        """Begin an epoch of this rank of so many. `states` are the dataset's own before this rank's
+        n-th item, if any; `needed` are the items that are to be read again.
         """
         self._epoch, (self._rank, self._ranks) = epoch, ranks
         known = {number: state for number, state in states.items() if state is not None}
@@ -118,9 +118,7 @@ class StreamRecords(Records):
         self._next = start * self._ranks + self._rank
 
     def _opened(self) -> tuple[Any, tuple[int, int]]:
-        """The dataset for one pass, since iterating may change it; and of which items this rank's
-        are to be picked, every n-th from which one.
-        """
+        """The dataset for one pass, which iterating may change; and this rank's share of it."""
         dataset, share = self._dataset, (self._rank, self._ranks)
         if self._is_sharded:
             share = 0, 1
@@ -137,8 +135,6 @@ class StreamRecords(Records):
 
 def _loses_items(examples: Any) -> bool:
     """Whether a position of `datasets` is without the items in a buffer that it shuffles."""
-    if examples is None:
-        return False
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", [])]
     is_buffer = type(examples).__name__.startswith("BufferShuffled")
-    return is_buffer or any(map(_loses_items, inner))
+    return is_buffer or any(_loses_items(each) for each in inner if each is not None)
