@@ -20,12 +20,14 @@ def build(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured(build, tmp_path_factory):
+def measured(build, shared):
     """The folder with a plan for two ranks and the profile that it is by."""
-    folder = tmp_path_factory.mktemp("measured")
-    options = ("--device=cpu", "--micro-batches-per-step=2", "--most-run=1", f"--out={folder}")
-    succeed(folder / "ranks", "engine", "measure", build, *options)
-    return folder
+
+    def measure(folder):
+        options = ("--device=cpu", "--micro-batches-per-step=2", "--most-run=1", f"--out={folder}")
+        succeed(folder / "ranks", "engine", "measure", build, *options)
+
+    return shared("measured-for-examples", measure)
 
 
 def succeed(folder, *command):

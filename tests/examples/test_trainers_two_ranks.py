@@ -40,12 +40,13 @@ def build(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(build, tmp_path_factory):
-    out = tmp_path_factory.mktemp("trained")
-    script = TESTS / "support" / "trainers" / "run_two_ranks.py"
-    result = launch(2, out, script, build, out, STEPS, RATE, most_s=200)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return out
+def trained(build, shared):
+    def train(out):
+        script = TESTS / "support" / "trainers" / "run_two_ranks.py"
+        result = launch(2, out, script, build, out, STEPS, RATE, most_s=200)
+        assert result.returncode == 0, result.stderr[-3000:]
+
+    return shared("trainers-on-two-ranks", train)
 
 
 def load(build, rank):

@@ -19,7 +19,7 @@ from support.builds.manuals_build import (
 )
 from support.models.manuals_models import endless, load, make_model, train_alone
 from support.rank_programs.manuals_ranks import SAVED_BEHIND, STEPS, Run, train_on_two_ranks
-from support.ranks import run_ranks
+from support.ranks import run_ranks, what_they_said
 
 torch.set_num_threads(1)
 
@@ -66,20 +66,29 @@ class Trained:
     folder: object
     expected: list
     """Losses of transformers alone."""
-    alone: object
-    """The model that it trained."""
+    alone: dict
+    """Weights that it trained, by name."""
     said: list
     """What each of two ranks said."""
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def trained(request, tmp_path_factory):
-    case, folder = request.param, tmp_path_factory.mktemp("manuals")
-    build = build_manuals(folder, case.name)
-    expected, alone = train_alone(case.name, load(build), STEPS)
-    arguments = case.name, str(folder), case.borders, case.others, case.options
-    said = run_ranks(folder, 2, train_on_two_ranks, *arguments)
+def trained(request, shared):
+    case = request.param
+    folder = shared(f"manuals-{case.name}", lambda folder: train_all(case, folder))
+    expected, alone = torch.load(folder / "alone.pt")
+    said = what_they_said(folder, 2)
     return Trained(case=case, folder=folder, expected=expected, alone=alone, said=said)
+
+
+def train_all(case, folder):
+    """Transformers alone, then two ranks."""
+    expected, model = train_alone(case.name, load(build_manuals(folder, case.name)), STEPS)
+    named = model.named_parameters()
+    used = {name: weight.detach() for name, weight in named if weight.grad is not None}
+    torch.save((expected, used), folder / "alone.pt")
+    arguments = case.name, str(folder), case.borders, case.others, case.options
+    run_ranks(folder, 2, train_on_two_ranks, *arguments)
 
 
 def assert_same(losses, expected):
@@ -143,12 +152,9 @@ def test_weights_come_out_as_those_of_transformers(trained, file):
     model = make_model(trained.case.name, load(trained.folder / "build"))
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     model.load_state_dict(weights, strict=True)
-    expected = dict(trained.alone.named_parameters())
-    used = {name for name, weight in expected.items() if weight.grad is not None}
-    for name in used:
-        off = float(
-            (weights[name] - expected[name].detach()).norm() / expected[name].detach().norm()
-        )
+    used = trained.alone.keys()
+    for name, expected in trained.alone.items():
+        off = float((weights[name] - expected).norm() / expected.norm())
         assert off <= TOLERANCE, f"{name} off by {off:.1e}"
         assert not torch.equal(weights[name], before[name]), name
     # LLaVA looks at its vision encoder's last layer but one: what is behind it is never run
