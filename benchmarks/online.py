@@ -11,7 +11,8 @@ loader gives them, one micro-batch per step; ODB's are its own `grouping_data`, 
 buffer of 256 and of 1,024 samples per rank, the same caps, and ranks that never end early, which is
 better than it does. The package, pinned in peers-odb.txt, is installed into `--odb` for this run.
 
-Rows named "padded" are `packing=False`, of as many samples as ODB's ranks hold in all.
+Rows named "padded" are `packing=False`, of as many samples as ODB's ranks hold in all; "own" is
+`measure="own"`, where each rank packs 256 samples that it has loaded.
 
 micro-steps: also relative to the least possible. dist: share of the ranks' time that waits for the
 slowest of a micro-step; padding counts as LLM tokens. entropy: of sources per step, relative to
@@ -49,6 +50,7 @@ from balance.metrics import dist_ratio, lower_bounds, pad_ratio, padded_loads, s
 from balance.presets import load_model
 from balance.types import BoolArray, Groups, IntArray, Limits
 from loaders.online.loader import BALANCE
+from loaders.online.own.windows import OwnWindows
 from loaders.plan.windows import WindowGroups, WindowSettings
 
 Steps = list[list[list[int]]]
@@ -97,6 +99,7 @@ def main() -> int:
             for own, peer in zip(padded, found, strict=True):
                 missed += judge_padded(data, own, peer)
             found += [*padded, *(ours(data, options.dp, window) for window in options.windows)]
+            found.append(ours(data, options.dp, ODB_BUFFERS[0] * options.dp, is_own=True))
             console.print(as_table(data, found, bound))
             default = next((f for f in found if f.name == NAME.format(DEFAULT_WINDOW)), None)
             if default and any(data is each for each in wanted):
@@ -159,15 +162,33 @@ class Measured:
         return samples
 
 
-def ours(data: Data, dp: int, window: int, *, packing: bool = True) -> Found:
+class Loaded(Measured):
+    """The same, of samples that only one rank has."""
+
+    stream = None
+
+    def __init__(self, data: Data, dp: int) -> None:
+        super().__init__(data)
+        self.ranks, self.owners = (0, dp), dict[int, int]()
+
+    def restart(self, epoch: int, owners: dict[int, int], marks: None) -> None:
+        self.owners = owners
+
+    def rank_of(self, samples: IntArray) -> IntArray:
+        return np.array([self.owners[sample] for sample in samples.tolist()], np.int64)
+
+
+def ours(data: Data, dp: int, window: int, *, packing: bool = True, is_own: bool = False) -> Found:
     """Figures of an epoch as the loader gives it."""
-    steps, planning_s = our_steps(data, dp, window, packing=packing)
+    steps, planning_s = our_steps(data, dp, window, packing=packing, is_own=is_own)
     micros = 1e6 * planning_s / len(data.counts)
-    name = NAME.format(window) + ("" if packing else ", padded")
+    name = NAME.format(window) + ("" if packing else ", padded") + (", own" if is_own else "")
     return figures(name, steps, data, micros, padded=not packing)
 
 
-def our_steps(data: Data, dp: int, window: int, *, packing: bool = True) -> tuple[Steps, float]:
+def our_steps(
+    data: Data, dp: int, window: int, *, packing: bool = True, is_own: bool = False
+) -> tuple[Steps, float]:
     """The steps of an epoch as the loader gives them, and the time that planning takes."""
     settings = WindowSettings(
         window=window,
@@ -177,9 +198,12 @@ def our_steps(data: Data, dp: int, window: int, *, packing: bool = True) -> tupl
         step_groups=dp,
         loss_weights="token",
         packing=packing,
+        are_rounds=is_own,
+        ranks=dp,
     )
     build: Any = SimpleNamespace(manifest=SimpleNamespace(model=load_model("internvl_1_5")))
-    source = WindowGroups(build, Measured(data), settings, {})
+    windows, lengths = (OwnWindows, Loaded(data, dp)) if is_own else (WindowGroups, Measured(data))
+    source = windows(build, lengths, settings, {})
     epoch, order = source.begin(0, {})
 
     def loads(groups: IntArray) -> tuple[IntArray, IntArray]:

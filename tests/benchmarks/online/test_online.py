@@ -19,6 +19,11 @@ def test_windows_are_full_even_and_mixed():
     assert found.entropy > 0.95
     assert found.label == 1
     assert online.judge(data, found, found, bound)  # not ten times below itself
+    own = online.ours(data, 4, 512, is_own=True)
+    assert own.label == 1
+    assert own.entropy > 0.9
+    assert found.num_steps <= own.num_steps <= 1.1 * bound + 1
+    assert own.dist_llm < 0.1
     padded = online.ours(data, 4, 512, packing=False)
     assert padded.label == 1
     assert padded.padding < 0.05
