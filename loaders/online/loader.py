@@ -233,7 +233,7 @@ class BalancedLoader(StepStream):
         self._lengths = lengths = reader.lengths
         identity: dict[str, object] = {"dataset": name, "window": self._window_identity()}
         self._source = windows(lengths.as_build(), lengths, self._settings(), identity)
-        self._told = {"dataset": str(self._source.identity)}
+        self._told = {"dataset": name} | {k: str(v) for k, v in self._window_identity().items()}
         self._steps = Steps(self._source, config.step_config(), config.planner)
         self._reader, self._meter = reader, Meter()
         self._builder = StepBuilder(
@@ -329,7 +329,9 @@ class BalancedLoader(StepStream):
         return [sample for _, sample in sorted(self._lengths.rejected.items())]
 
     def report(self) -> dict[str, Any]:
-        """What the packing has done so far; plain JSON, the same on all ranks but for times."""
+        """What the packing has done so far; plain JSON. Equal on all ranks, but for times and for
+        groups, fill and padding, which have what this one has planned ahead, the next epoch's too.
+        """
         figures, stats, limits = self._source.figures, self.stats(), self.limits
         return {
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
