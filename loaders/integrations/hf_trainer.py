@@ -106,6 +106,7 @@ class BalancedMixin(_Base):
     def get_train_dataloader(self, *_: Any) -> Any:
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
         self._train_steps = TrainSteps(self.loader, self.args, lambda: self.state)
+        self._num_samples = 0
         return self._train_steps
 
     def set_initial_training_values(self, *args: Any) -> Any:
@@ -144,6 +145,7 @@ class BalancedMixin(_Base):
         saved_states(self.state)[STATE_KEY] = step.state
         first = step.micro_batches[0]
         self._per_label = first.loss_normalizer / max(1, first.num_loss_tokens)
+        self._num_samples += first.num_step_samples
         self._num_own_tokens += sum(len(batch.input_ids) for batch in step.micro_batches)
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
         for each in inputs:  # the trainer gives it to the model, or divides by it
@@ -163,7 +165,11 @@ class BalancedMixin(_Base):
         return super().compute_loss(model, inputs, *args, **options)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """As the trainer's, with our `num_tokens`: TRL counts rows of M-RoPE's positions."""
+        """As the trainer's, with our samples per second, which Trainer takes for micro-batches, and
+        `num_tokens`: TRL counts rows of M-RoPE's positions.
+        """
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(self._num_samples / logs["train_runtime"], 3)
         metrics = getattr(self, "_metrics", None) if hasattr(self, "_total_train_tokens") else None
         shown = [part for part in (metrics or {}).values() if "num_tokens" in part]
         if shown:

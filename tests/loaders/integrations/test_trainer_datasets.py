@@ -86,6 +86,9 @@ def test_epochs_of_a_dataset_give_every_sample_and_a_killed_run_resumes(rows, tm
     assert len(ids) == len(rows[0])
     assert set(ids.values()) == {2}
     steps = whole.state.global_step
+    figures = whole.state.log_history[-1]
+    trained = figures["train_samples_per_second"] * figures["train_runtime"]
+    assert trained == pytest.approx(2 * len(rows[0]), rel=0.01)
     assert (tmp_path / "whole" / f"checkpoint-{steps}").exists()
     with pytest.raises(Killed):
         make_trainer(rows, tmp_path / "killed", {"callbacks": [KillIn(6)]}).train()
