@@ -165,9 +165,7 @@ class BalancedMixin(_Base):
         return super().compute_loss(model, inputs, *args, **options)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """As the trainer's, with our samples per second, which Trainer takes for micro-batches, and
-        `num_tokens`: TRL counts rows of M-RoPE's positions.
-        """
+        """As the trainer's, with our samples and tokens: it counts micro-batches and rows."""
         if "train_samples_per_second" in logs:
             logs["train_samples_per_second"] = round(self._num_samples / logs["train_runtime"], 3)
         metrics = getattr(self, "_metrics", None) if hasattr(self, "_total_train_tokens") else None

@@ -329,9 +329,7 @@ class BalancedLoader(StepStream):
         return [sample for _, sample in sorted(self._lengths.rejected.items())]
 
     def report(self) -> dict[str, Any]:
-        """What the packing has done so far; plain JSON. Equal on all ranks, but for times and for
-        groups, fill and padding, which have what this one has planned ahead, the next epoch's too.
-        """
+        """What the packing has done; groups, fill and times are of what this rank has planned."""
         figures, stats, limits = self._source.figures, self.stats(), self.limits
         return {
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),

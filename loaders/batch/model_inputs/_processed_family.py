@@ -54,13 +54,8 @@ def as_own_rule(batch: MicroBatch, config: Any) -> MicroBatch:
     pixels = batch.processed.get("pixel_values", batch.pixel_values.new_empty(0, *row))
     grids = batch.processed.get("image_grid_thw", batch.image_sizes.new_empty(0, 3))
     sizes = batch.image_sizes.new_ones(len(grids if is_native else pixels), 2)
-    return replace(
-        batch,
-        processed=None,
-        pixel_values=pixels,
-        image_sizes=sizes,
-        image_grid_thw=grids if is_native else None,
-    )
+    batch = replace(batch, processed=None, pixel_values=pixels, image_sizes=sizes)
+    return replace(batch, image_grid_thw=grids) if is_native else batch
 
 
 def processed_family(batch: MicroBatch, config: Any) -> ModelFamily:
