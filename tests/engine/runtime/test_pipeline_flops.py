@@ -26,7 +26,7 @@ SCHEDULES = ("1f1b", "zero_bubble")
 def count(said, num_ranks):
     """FLOPs of a step on this rank, by what is recomputed and frozen, and by schedule."""
     generator = torch.Generator().manual_seed(0)
-    batches = [make_batch(generator, [20 + place, 30], 6) for place in range(num_ranks + 1)]
+    batches = [make_batch(generator, [20 + place, 30], 6) for place in range(num_ranks)]
     for frozen, name in CASES[num_ranks]:
         for schedule in SCHEDULES:
             model = make_model()

@@ -34,7 +34,7 @@ class Shortage:
     stages_per_rank: int = 1
     recompute: bool = False
     encode_on: int | None = None
-    count: int = 5
+    count: int = 4
 
 
 def run_short(said, cases):
