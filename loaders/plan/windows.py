@@ -8,6 +8,7 @@ ranks, so every rank makes the same ones, and a state continues on any number of
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -354,6 +355,8 @@ class WindowEpoch(Epoch):
         if source.mean_labels is None and len(groups):
             labels = lengths.column("num_loss_tokens", groups.samples)
             mean = float(sample_weights(labels, settings.loss_weights).sum()) / len(groups)
+            if not mean:
+                warnings.warn("no sample of the first window has a label to learn", stacklevel=2)
             source.mean_labels = max(1, round(mean * LABEL_UNITS)) / LABEL_UNITS
         return groups, samples[left]
 

@@ -238,7 +238,11 @@ def test_what_is_no_sample_is_rejected_with_its_reason(tmp_path):
     with pytest.raises(DataError, match="another record each time"):
         batches_of([loader])
     other = open_arrays(encode=lambda row: Encoded([1], media={"x": np.zeros((1, row["tokens"]))}))
-    with pytest.raises(DataError, match=r"x of sample 's\d+' is float64 \(n, \d+\), and of 's\d+'"):
+    # the first token is no label
+    with (
+        pytest.warns(UserWarning, match="no sample of the first window has a label"),
+        pytest.raises(DataError, match=r"x of sample 's\d+' is float64 \(n, \d+\), and of 's\d+'"),
+    ):
         batches_of([other])
     loader.close()
 
