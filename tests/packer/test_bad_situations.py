@@ -219,7 +219,7 @@ def test_an_output_that_cannot_be_written(raw, disk):
 @pytest.mark.parametrize("stage", ["count", "write"])
 def test_a_full_disk(tmp_path, disk, stage):
     folder, private = disk
-    rows = [record(number, answer="word " * 400 * (stage == "count")) for number in range(1100)]
+    rows = [record(number, answer="word " * 150 * (stage == "count")) for number in range(1100)]
     if stage == "write":
         write_image(tmp_path / "raw" / "a.png", 500, 500, 0)
         rows = [record(number, ["a.png"]) for number in range(4)]
@@ -252,8 +252,8 @@ def appears(path):
 
 
 def hold_last(folder, count):
-    """-> (a dataset of `count` records, options with which counting it does not end before there is
-    a file `folder/go`).
+    """-> (a dataset of `count` records, options with which counting it, in small chunks, does not
+    end before there is a file `folder/go`).
     """
     rows = [record(number) for number in range(count)]
     code = (
@@ -262,12 +262,14 @@ def hold_last(folder, count):
         "        time.sleep(0.005)\n    return record\n"
     )
     (folder / "hold.py").write_text(code)
-    return write_dataset(folder / "raw", rows), ["--map", f"{folder / 'hold.py'}:hold"]
+    (folder / "small.toml").write_text("chunk_records = 8")
+    held = ["--map", f"{folder / 'hold.py'}:hold", "--config", folder / "small.toml"]
+    return write_dataset(folder / "raw", rows), held
 
 
 @situation("two builds into one output at once", "the second stops; the first continues", 1)
 def test_two_builds_at_once(tmp_path):
-    raw, held = hold_last(tmp_path, 2000)
+    raw, held = hold_last(tmp_path, 40)
     command = build_command(raw, tmp_path / "out", *held)
     first = start(command, appears(tmp_path / "out" / "staging" / "build.json"))
     try:
@@ -277,7 +279,7 @@ def test_two_builds_at_once(tmp_path):
     printed, stderr = first.communicate(timeout=60)
     require_clear(stderr)
     assert first.returncode == 0
-    assert "2,000 samples read = 2,000 packed" in printed
+    assert "40 samples read = 40 packed" in printed
 
 
 def is_loading(pid):
@@ -301,7 +303,7 @@ MOMENTS = {
 @situation("Ctrl-C, early or late, also twice", "stops; the same command resumes", 130)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupt(tmp_path, moment):
-    raw, held = hold_last(tmp_path, 2500)
+    raw, held = hold_last(tmp_path, 50)
     command = build_command(raw, tmp_path / "out", "--workers", 2, *held)
     child = start(command, MOMENTS[moment](tmp_path / "out"))
     for _ in range(2):
@@ -312,7 +314,7 @@ def test_an_interrupt(tmp_path, moment):
     assert child.returncode in (130, -signal.SIGINT)
     require_clear(stderr, "stopped")
     printed, _ = run([*command, "--workers", 1])  # the last one counts
-    assert "2,500 samples read = 2,500 packed" in printed
+    assert "50 samples read = 50 packed" in printed
 
 
 @situation(
@@ -321,7 +323,7 @@ def test_an_interrupt(tmp_path, moment):
     143,
 )
 def test_a_termination(tmp_path):
-    raw, held = hold_last(tmp_path, 2500)
+    raw, held = hold_last(tmp_path, 50)
     for moment in ("loading", "counting"):
         (tmp_path / "go").unlink(missing_ok=True)
         command = build_command(raw, tmp_path / moment, "--workers", 2, *held)
@@ -337,7 +339,7 @@ def test_a_termination(tmp_path):
         assert child.returncode == 143, moment
         require_clear(stderr, "stopped")
     printed, _ = run(command)
-    assert "2,500 samples read = 2,500 packed" in printed
+    assert "50 samples read = 50 packed" in printed
 
 
 def test_the_table_of_situations_and_the_tests_are_the_same():

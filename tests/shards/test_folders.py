@@ -3,9 +3,7 @@
 import errno
 import itertools
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +17,7 @@ from shards.folders import (
     split,
 )
 from shards.local_folder import OutsideFolder
+from support.ranks import launch
 
 
 @pytest.fixture
@@ -102,23 +101,14 @@ def test_only_a_full_disk_is_renamed():
         raise DamagedShard("x")
 
 
-def in_a_small_folder(
-    folder: Path, size: str, command: list[str], **environment: str
-) -> subprocess.CompletedProcess:
-    """Run a command while `folder` is a file system of that size, which is gone afterwards."""
-    inside = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(folder)]
-    if subprocess.run(
-        ["unshare", "-rm", *inside, "true"], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("file systems cannot be mounted here, not even in a namespace of one's own")
-    return subprocess.run(
-        ["unshare", "-rm", *inside, *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
-    )
+PROGRAM = """
+import sys
+if __name__ == "__main__":  # not in the processes that count
+    from packer.cli import main
+    from support.ranks import mount_disk
+    mount_disk(sys.argv.pop(1), sys.argv.pop(1))
+    main()
+"""
 
 
 # the demo's staged samples, which know no format, need more than the first; its 6 MB of shards
@@ -127,28 +117,25 @@ def in_a_small_folder(
     ("shard_format", "size"),
     [("arrow", "100k"), *itertools.product(["arrow", "webdataset"], ["1800k", "5m"])],
 )
-def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size, shard_format):
-    out = tmp_path / "full"
-    out.mkdir()
-    script = "from packer.cli import main; main()"
-    arguments = [
-        "build",
-        "--dataset",
-        "demo",
-        "--data-root",
-        str(demo_data),
-        "--out",
-        str(out),
-        "--workers",
-        "2" if size == "100k" else "1",
-        "--limit",
-        "300",
-    ]
-    command = [sys.executable, "-c", script, *arguments, "--format", shard_format]
-    done = in_a_small_folder(out, size, command)
+def test_a_full_disk_is_one_line_that_names_the_folder(
+    tmp_path, demo_data, small_disk, size, shard_format
+):
+    disk, _ = small_disk(size)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    arguments = {
+        "--dataset": "demo",
+        "--data-root": demo_data,
+        "--out": disk,
+        "--workers": 2 if size == "100k" else 1,
+        "--limit": 300,
+        "--format": shard_format,
+    }
+    build = ["build", *(each for pair in arguments.items() for each in pair)]
+    done = launch(1, tmp_path / "printed", program, disk, size, *build)
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert errors == [
-        f"error: {out}: no space left on device: make room there, then run the same command again"
+        f"error: {disk}: no space left on device: make room there, then run the same command again"
     ]
     assert "Traceback" not in done.stderr

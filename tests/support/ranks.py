@@ -6,6 +6,7 @@ most tests. The process that is forked runs nothing else: no lock can be held by
 children do not have.
 """
 
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -38,6 +39,9 @@ PRELOADED = (
     "support.preloaded",
 )
 """What most ranks import; a module that is not installed is left out."""
+
+NEW_MOUNTS, NEW_USER, PRIVATE = 0x0002_0000, 0x1000_0000, 0x0004_4000
+"""CLONE_NEWNS, CLONE_NEWUSER, and MS_REC | MS_PRIVATE of Linux."""
 
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
@@ -214,6 +218,30 @@ def start(world_size: int, folder: Path, script: Path | str, *arguments: object)
         for rank in range(world_size)
     ]
     return _begun(ranks)
+
+
+def mount_disk(folder, size):
+    """For a program that `start` runs: from here on it sees a new disk of that size at `folder`, as
+    after `unshare --mount --map-root-user`; nobody else does.
+    """
+    faulthandler.cancel_dump_traceback_later()  # a process with a second thread stays where it is
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    _call(libc.unshare, NEW_USER | NEW_MOUNTS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    _call(libc.mount, b"none", b"/", None, PRIVATE, None)
+    _call(libc.mount, b"none", str(folder).encode(), b"tmpfs", 0, f"size={size}".encode())
+
+
+def _call(function, *arguments):
+    if function(*map(_argument, arguments)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _argument(value):
+    return ctypes.c_ulong(value) if isinstance(value, int) else value
 
 
 def kill_once(ranks, is_time, most_s: float = 60.0):

@@ -16,6 +16,7 @@ from support import child_env
 from support.builds.remote_builds import upload, use
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.loading.fault_runs import members, of_shards
+from support.ranks import launch
 from support.servers import FaultyProxy
 
 pytestmark = pytest.mark.server
@@ -125,6 +126,8 @@ def test_ctrl_c_during_a_stall_ends_all_at_once(s3, url, tmp_path, monkeypatch, 
 
 FULL = """
 import sys, warnings
+from support.ranks import mount_disk
+mount_disk(*sys.argv[4:])
 import torch
 from support.loading.contents import content
 from loaders import StreamingLoader
@@ -146,14 +149,13 @@ print(hits > 0, *(str(one.message) for one in said if one.category is RuntimeWar
 
 
 def test_a_cache_disk_that_fills_up_midway_is_said_once_per_loader_and_changes_nothing(
-    s3, build, url, small_disk, monkeypatch
+    s3, build, url, small_disk, tmp_path, monkeypatch
 ):
-    disk, private = small_disk("150k")
+    disk, _ = small_disk("150k")
     use(monkeypatch, s3)
-    script = [*private, sys.executable, "-c", FULL, str(build), url, str(disk / "cache")]
-    found = subprocess.run(
-        script, env=child_env(), capture_output=True, text=True, timeout=120, check=False
-    )
+    program = tmp_path / "program.py"
+    program.write_text(FULL)
+    found = launch(1, tmp_path / "printed", program, build, url, disk / "cache", disk, "150k")
     assert found.returncode == 0, found.stderr
     hits, *said = found.stdout.splitlines()
     assert hits == "True"  # what was stored before the disk was full

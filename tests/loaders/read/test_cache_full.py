@@ -1,14 +1,12 @@
 """A cache disk without room: the loader goes on without the cache, and says so once."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from support import child_env
 from support.builds.remote_builds import upload, use
 from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import launch
 
 pytestmark = pytest.mark.server
 
@@ -23,6 +21,8 @@ def url(s3, tmp_path, monkeypatch):
 
 PROGRAM = """
 import sys, warnings
+from support.ranks import mount_disk
+mount_disk(*sys.argv[3:])
 from support.builds.remote_builds import is_as_written
 from support.builds.shard_fixture import SHARD_GROUPS, group_samples, make_samples
 from loaders.read.build import StorageOptions, open_build
@@ -41,12 +41,11 @@ print(len(said), *(str(one.message) for one in said), build.shards.cache_hits)
 @pytest.mark.parametrize(
     "size", ["100k", "400k"]
 )  # less than the index with its folders, and less than the groups
-def test_a_full_cache_disk_is_said_once_and_changes_nothing(url, small_disk, size):
-    disk, private = small_disk(size)
-    script = [*private, sys.executable, "-c", PROGRAM, url, str(disk / "cache")]
-    found = subprocess.run(
-        script, env=child_env(), capture_output=True, text=True, timeout=60, check=False
-    )
+def test_a_full_cache_disk_is_said_once_and_changes_nothing(url, small_disk, tmp_path, size):
+    disk, _ = small_disk(size)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    found = launch(1, tmp_path / "printed", program, url, disk / "cache", disk, size)
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith(
         f"1 cache {disk}/cache: No space left on device; going on without storing"

@@ -16,7 +16,8 @@ SIZES = [(40, 40), (200, 90), (90, 200), (640, 480), (33, 300)]
 def write_image(path: Path, width: int, height: int, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, quality=60)
+    # of noise nothing better is found by trying longer
+    Image.fromarray(pixels).save(path, quality=60, compress_level=1)
 
 
 def record(number, images=(), text="What is it?", answer="A picture."):

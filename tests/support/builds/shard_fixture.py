@@ -4,10 +4,12 @@ alone.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import tarfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ def make_samples(count: int, seed: int = 0, model: str = "tiny") -> list[Sample]
     """Samples with 0 to 2 drawn images, a prompt without labels, and an answer with labels that can
     be learned.
     """
+    return copy.deepcopy(_drawn_samples(count, seed, model))
+
+
+@cache  # many tests ask for the same
+def _drawn_samples(count: int, seed: int, model: str) -> list[Sample]:
     rng = np.random.default_rng(seed)
     preset = load_model(model)
     return [_make_sample(f"sample-{number:05d}", preset, rng) for number in range(count)]
