@@ -5,7 +5,6 @@ clear line, no traceback.
 import gzip
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -66,14 +65,14 @@ def require_clear(stderr, error=""):
 
 
 def run(command, status=0, error=""):
-    """-> (stdout, stderr) of a command that ends as it should; `packer` itself runs in a process
-    that need not import everything again.
+    """-> (stdout, stderr) of a command that ends as it should, in a process that need not import
+    everything again: `packer`, or a program that runs it after arguments of its own.
     """
-    if command[: len(COMMAND)] == COMMAND:
-        with TemporaryDirectory() as folder:
-            done = ranks.launch(1, Path(folder), *command[len(COMMAND) - 1 :], most_s=60)
-    else:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    place = command.index(COMMAND[0])
+    program = command[:place] or COMMAND[-1:]
+    arguments = command[place + len(COMMAND) :]
+    with TemporaryDirectory() as folder:
+        done = ranks.launch(1, Path(folder), *program, *arguments, most_s=120)
     require_clear(done.stderr, error)
     assert done.returncode == status
     return done.stdout, done.stderr
@@ -189,48 +188,56 @@ def test_repaired_images(tmp_path):
     assert "2 samples read = 2 packed" in printed
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """-> (a folder, what to put before a shell script so that it may mount a disk there, unseen by
-    others).
-    """
-    if shutil.which("unshare") is None:
-        pytest.skip("needs unshare, to mount a disk of its own")
-    (tmp_path / "disk").mkdir()
-    private = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-    mount = f"mount -t tmpfs none {tmp_path / 'disk'}"
-    if subprocess.run([*private, mount], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a disk")
-    return tmp_path / "disk", private
+READ_ONLY = """
+import sys
+from packer.cli import main
+from support.ranks import mount_disk
+mount_disk(sys.argv.pop(1), "1m", flags=1)
+main()
+"""
+FULL = """
+import os, subprocess, sys
+from packer.cli import main
+from support.ranks import mount_disk
+folder, first = sys.argv.pop(1), sys.argv.pop(1)
+mount_disk(folder, "600k")
+if not os.fork():
+    os.dup2(os.open(first, os.O_WRONLY | os.O_CREAT), 2)
+    try:
+        main()
+    except SystemExit as left:
+        os._exit(left.code)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+assert not os.path.exists(f"{folder}/out/manifest.json")
+subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
+main()
+"""
+"""Programs that mount a disk at their first argument, and run `packer` with those after it."""
 
 
 @situation("`--out` cannot be written", "stops", 1)
-def test_an_output_that_cannot_be_written(raw, disk):
-    folder, private = disk
-    script = f'mount -t tmpfs -o ro none {folder} && exec "$@"'
-    run(
-        [*private, script, "sh", *build_command(raw, folder / "out")],
-        1,
-        f"{folder / 'out'}: Read-only file system",
-    )
+def test_an_output_that_cannot_be_written(raw, tmp_path, small_disk):
+    folder, _ = small_disk("1m")
+    program = tmp_path / "program.py"
+    program.write_text(READ_ONLY)
+    command = build_command(raw, folder / "out")
+    run([program, folder, *command], 1, f"{folder / 'out'}: Read-only file system")
 
 
 @situation("the disk is full", "stops; with more room the same command resumes", 1)
 @pytest.mark.parametrize("stage", ["count", "write"])
-def test_a_full_disk(tmp_path, disk, stage):
-    folder, private = disk
+def test_a_full_disk(tmp_path, small_disk, stage):
+    folder, _ = small_disk("1m")
     rows = [record(number, answer="word " * 150 * (stage == "count")) for number in range(1100)]
     if stage == "write":
         write_image(tmp_path / "raw" / "a.png", 500, 500, 0)
         rows = [record(number, ["a.png"]) for number in range(4)]
     command = build_command(write_dataset(tmp_path / "raw", rows), folder / "out")
     first = tmp_path / "first.txt"
-    script = (
-        f'mount -t tmpfs -o size=600k none {folder} || exit 9; "$@" 2> {first} && exit 9;'
-        f" test -e {folder}/out/manifest.json && exit 9;"
-        f' mount -o remount,size=64m {folder} && exec "$@"'
-    )
-    printed, _ = run([*private, script, "sh", *command])
+    program = tmp_path / "program.py"
+    program.write_text(FULL)
+    printed, _ = run([program, folder, first, *command])
     require_clear(first.read_text(), "no space left on device")
     assert ("count " in first.read_text()) == (stage == "write")
     assert f"{len(rows):,} samples read = {len(rows):,} packed" in printed

@@ -5,11 +5,8 @@ line per mistake.
 import contextlib
 import errno
 import json
-import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +22,7 @@ from packer.upload import work_folder
 from packer.verify import verify_build
 from shards.folders import open_folder, open_object_folder
 from shards.object_folder import HEAD_BYTES, ObjectFolder
+from support import ranks
 from support.builds.command import run_packer
 from support.builds.packed import build, digests, quiet
 from support.builds.raw_data import good_records, options, record, write_dataset
@@ -280,11 +278,11 @@ def test_counts_alone_go_to_a_bucket_too(place, dataset):
 
 PROGRAM = """
 import io, json, sys
-from rich.console import Console
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
-if __name__ == "__main__":
+if __name__ == "__main__":  # its workers load this file too
+    from rich.console import Console
+    from packer.build import Builder
+    from packer.config import BuildConfig
+    from packer.progress import StageProgress
     config = BuildConfig(**json.loads(sys.argv[1]))
     Builder(config, StageProgress(Console(file=io.StringIO()))).build()
 """
@@ -292,17 +290,19 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("sent_bytes", [600_000, 2_500_000])  # in the first shards, and behind one
 def test_a_build_killed_while_it_uploads_goes_on_and_ends_as_if_undisturbed(
-    place, s3, dataset, local, tmp_path, sent_bytes
+    place, s3, dataset, local, tmp_path, monkeypatch, sent_bytes
 ):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     values = json.dumps(options(dataset, place, shard_mb=1, workers=2))
     with contextlib.closing(StallingProxy(s3.endpoint, sent_bytes)) as proxy:
-        environment = {**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint}
-        child = subprocess.Popen([sys.executable, "-W", "ignore", program, values], env=environment)
+        with monkeypatch.context() as patch:
+            patch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            (child,) = ranks.start(1, tmp_path / "printed", program, values)
         assert proxy.stalled.wait(60)
-        os.kill(child.pid, signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
     before = {info.name: info.version for info in open_folder(place).files("shards")}
     assert (sent_bytes > 2_000_000) <= len(before) < len(list((local / "shards").iterdir()))
     assert work_folder(place, None).exists()

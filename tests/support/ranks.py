@@ -220,11 +220,17 @@ def start(world_size: int, folder: Path, script: Path | str, *arguments: object)
     return _begun(ranks)
 
 
-def mount_disk(folder, size):
+def mount_disk(folder, size, *, flags=0):
     """For a program that `start` runs: from here on it sees a new disk of that size at `folder`, as
     after `unshare --mount --map-root-user`; nobody else does.
+
+    `flags`: of Linux's mount.
     """
-    faulthandler.cancel_dump_traceback_later()  # a process with a second thread stays where it is
+    # a process with a second thread stays where it is; that of the timer is on its way out
+    faulthandler.cancel_dump_traceback_later()
+    deadline = time.monotonic() + 60
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     _call(libc.unshare, NEW_USER | NEW_MOUNTS)
@@ -232,7 +238,7 @@ def mount_disk(folder, size):
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     _call(libc.mount, b"none", b"/", None, PRIVATE, None)
-    _call(libc.mount, b"none", str(folder).encode(), b"tmpfs", 0, f"size={size}".encode())
+    _call(libc.mount, b"none", str(folder).encode(), b"tmpfs", flags, f"size={size}".encode())
 
 
 def _call(function, *arguments):
