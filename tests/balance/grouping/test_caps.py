@@ -27,7 +27,6 @@ from balance.grouping.caps import (
 from balance.grouping.isf import group_isf
 from balance.presets import load_model
 from balance.types import Counts
-from support.cases import draws
 from support.corpora import lengths
 
 COST = FlopsModel.of(load_model("internvl_1_5"))
@@ -86,7 +85,7 @@ def datasets(draw):
     return counts_of(*zip(*rows, strict=True))
 
 
-@settings(max_examples=len(draws(50)), deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     datasets(),
     st.integers(1, 400),
@@ -107,7 +106,7 @@ def test_caps_from_the_data_reject_no_sample_that_fits_the_context(
         assert limits.min_vision > 0, "a target of 0 would keep every group as it is"
 
 
-@settings(max_examples=len(draws(30)), deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(datasets(), st.integers(300, 1200))
 def test_the_chosen_vision_cap_costs_no_groups(counts, max_seq_len):
     choice = choose(counts, max_seq_len=max_seq_len)
@@ -316,7 +315,7 @@ def test_without_a_budget_the_vision_cap_is_the_smallest_free_one_of_a_full_grid
     assert abs(chosen - smallest) <= 1, groups
 
 
-@settings(max_examples=len(draws(25)), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(datasets(), st.integers(400, 3_000), st.integers(0, 150), st.sampled_from([COST, None]))
 def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):
     memory = ActivationBudget(num_bytes=num_bytes, bytes_per_token=1, bytes_per_vision=price)
