@@ -76,9 +76,9 @@ def check_profile(figures: dict[str, Any], folder: Path, model: str) -> None:
 
 
 def test_profile_measures_every_kind_of_layer_and_partitions_by_it(tmp_path):
-    figures, _ = measured(tmp_path, "profile", "--tiny", "--models", "2")
+    figures, _ = measured(tmp_path, "profile", "--tiny", "--models", "1")
     check_profile(figures, tmp_path, presets.INTERNVL)
-    assert [row["name"] for row in figures["table_9"]] == ["6B + Llama3-8B", "6B + InternLM2-20B"]
+    assert [row["name"] for row in figures["table_9"]] == ["6B + Llama3-8B"]
     for row in figures["table_9"]:
         assert sum(row["measured"]) == sum(row["modelled"]) == sum(row["paper"])
         # nothing is faster on measured layers than what the exact search finds on them

@@ -33,7 +33,7 @@ def test_the_random_dist_ratio_is_that_of_many_random_steps():
 
 
 def test_it_prints_a_row_per_method_and_says_what_is_missed(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["order.py", "--samples", "1500", "--dp", "8"])
+    monkeypatch.setattr("sys.argv", ["order.py", "--samples", "400", "--dp", "8"])
     monkeypatch.setattr(order, "PAIRS", 0.1)
     assert order.main() == 1
     shown = capsys.readouterr().out

@@ -16,7 +16,7 @@ from engine.simulator.simulate import simulate, transfers
 from engine.simulator.stages import stage_costs
 from engine.tuning.order_times import EncodeAhead, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.linear_costs import LinearModel, even_borders, mixed_samples
 from support.costs.random_steps import constant_stages, random_stages
 
@@ -48,7 +48,7 @@ def timed(step):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@for_each("seed", range(25))
+@for_each("seed", draws(12))
 def test_what_the_search_counts_with_is_what_the_simulator_says(name, seed):
     for where, send in (("never", 50), ("own", 50), ("any", 0)):
         problem, encoder, order = case_of(seed, name, where, send=send)
@@ -58,7 +58,7 @@ def test_what_the_search_counts_with_is_what_the_simulator_says(name, seed):
 
 @for_each("where", ["own", "any"])
 @for_each("name", NAMES)
-@for_each("seed", range(25))
+@for_each("seed", draws(12))
 def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_once(
     name, where, seed
 ):
@@ -103,7 +103,7 @@ def test_some_steps_gain_and_more_ranks_gain_more():
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
-@for_each("seed", range(20))
+@for_each("seed", draws(10))
 def test_features_of_no_more_micro_batches_wait_than_allowed(window, seed):
     problem, encoder, order = case_of(seed, where="own", window=window)
     runs = timed(encode_ahead(problem, encoder, order))
@@ -118,7 +118,7 @@ def test_features_of_no_more_micro_batches_wait_than_allowed(window, seed):
 
 @for_each("where", ["own", "any"])
 @for_each("name", NAMES)
-@for_each("seed", range(15))
+@for_each("seed", draws(8))
 def test_peaks_are_those_of_adding_up_what_lies_in_memory_during_each_operation(name, where, seed):
     problem, encoder, order = case_of(seed, name, where)
     step = encode_ahead(problem, encoder, order)
@@ -206,7 +206,7 @@ def test_by_hand():
     assert begun["forward of micro-batch 2 in stage 0"] == (8, 9)
 
 
-@for_each("seed", range(12))
+@for_each("seed", draws(6))
 def test_gaps_are_used_nearly_as_well_as_by_trying_all_places(seed):
     rng = np.random.default_rng(seed)
     count = 5

@@ -17,7 +17,7 @@ from engine.simulator.simulate import simulate
 from engine.simulator.stages import stage_costs
 from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import PartitionedModel, TuneOptions, tune
-from support.cases import for_each
+from support.cases import draws, for_each
 from support.costs.linear_costs import LinearModel, as_groups, even_borders, mixed_samples
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
@@ -50,7 +50,7 @@ def untuned(samples, given, pipeline):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @for_each("encode", ["never", "own", "any"])
-@for_each("seed", range(6))
+@for_each("seed", draws(3))
 def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule, encode):
     samples, given = step_of(seed)
     pipeline = pipeline_of(schedule=schedule)
@@ -69,7 +69,7 @@ def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule
 
 
 @pytest.mark.parametrize("encode", ["never", "own", "any"])
-@for_each("seed", range(6))
+@for_each("seed", draws(3))
 def test_the_prediction_is_the_simulation_of_the_groups_in_their_order(seed, encode):
     samples, given = step_of(seed)
     pipeline = pipeline_of()
@@ -93,7 +93,7 @@ def test_even_micro_batches_in_one_order_leave_nothing_to_tune():
     assert tuned.step_ns == tuned.breakdown.untuned_ns
 
 
-@for_each("seed", range(4))
+@for_each("seed", draws(3))
 def test_what_is_chosen_fits_into_memory(seed):
     samples, given = step_of(seed)
     plain = untuned(samples, given, pipeline_of())
@@ -106,7 +106,7 @@ def test_what_is_chosen_fits_into_memory(seed):
         assert (own <= tuned.step.peak_bytes).all()
 
 
-@for_each("seed", range(4))
+@for_each("seed", draws(3))
 def test_with_less_memory_than_the_best_step_needs_another_is_found(seed):
     samples, given = step_of(seed)
     best = tune(samples, given, pipeline_of(), quick(encode="own"))
@@ -200,7 +200,7 @@ def one_percent_off(model, seed):
 
 
 @pytest.mark.parametrize("encode", ["never", "own"])
-@for_each("seed", range(6))
+@for_each("seed", draws(3))
 def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
     seed, encode
 ):
