@@ -44,9 +44,7 @@ from loaders.step_stream import StepStream
 FIRST_WINDOW = 256
 """Samples of an epoch's first window where both caps are given: the first step comes soon."""
 BALANCE = 0.9
-"""Default `balance`: groups are others in every epoch, so steps do not repeat as those of a build
-would.
-"""
+"""Of `balance`: groups are others in every epoch, so steps do not repeat as a build's would."""
 OWN_SHARE = 8
 """With `measure="own"` a rank loads 1 / this of `window` at a time, on any number of ranks."""
 _OF_BUILDS = (

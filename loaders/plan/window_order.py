@@ -1,12 +1,13 @@
 """`WindowOrder`: position in groups that are planned while training runs."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from balance.order.global_shuffle import LoadLookup, assign_ranks, most_alike
-from balance.types import Groups, IntArray, Limits
+from balance.types import BoolArray, Groups, IntArray, Limits
 
 LLM_KINDS = ("image", "text", "audio")
 LEAST_WIDTH = 4
@@ -24,8 +25,35 @@ so much nearer to each other that steps would else be of one kind. AI2D + ChartQ
 entropy of sources .62 of random's instead of .43, while ranks wait 1.4 % instead of 1.2 %.
 """
 
+IsCancelled = Callable[[], bool]
+
 if TYPE_CHECKING:
     from loaders.plan.windows import WindowEpoch
+
+
+class Lengths(Protocol):
+    """What the samples of a dataset cost, as far as that is known."""
+
+    def __len__(self) -> int:
+        """Samples of the dataset."""
+
+    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: int) -> BoolArray:
+        """Learn what samples cost, together with all ranks; -> which of them can be used.
+
+        `epoch` tells one pass over the same samples from another.
+        """
+
+    def column(self, name: str, samples: IntArray) -> IntArray:
+        """A column of `Counts` of samples that were measured, int64, same shape."""
+
+    def choose_limits(self, samples: IntArray) -> Limits:
+        """Caps, chosen by these samples as far as they are not given."""
+
+    def with_images(self, samples: IntArray, limits: Limits) -> Limits:
+        """Caps that were chosen without images, with one for the images of these samples."""
+
+    def within(self, samples: IntArray, limits: Limits) -> IntArray:
+        """Samples without those that are over a given cap, which are rejected."""
 
 
 @dataclass(slots=True)

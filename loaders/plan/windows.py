@@ -9,11 +9,11 @@ ranks, so every rank makes the same ones, and a state continues on any number of
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +22,13 @@ from balance.flops import FlopsModel
 from balance.loss_weights import LossWeights, sample_weights
 from balance.metrics import longest
 from balance.order.global_shuffle import GlobalShuffle, unfit_state
-from balance.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
+from balance.types import COUNT_COLUMNS, Groups, IntArray, Limits
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
 from loaders.plan.in_order import cut_groups, group_in_order
 from loaders.plan.selection import SampleRefs, Selection
 from loaders.plan.window_order import (
     LLM_KINDS,
+    Lengths,
     PlannedGroups,
     PlannedWindow,
     WindowFigures,
@@ -43,32 +44,6 @@ ranks have as many groups.
 """
 Loads = tuple[IntArray, IntArray]
 """Vision loads and LLM tokens."""
-IsCancelled = Callable[[], bool]
-
-
-class Lengths(Protocol):
-    """What the samples of a dataset cost, as far as that is known."""
-
-    def __len__(self) -> int:
-        """Samples of the dataset."""
-
-    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: int) -> BoolArray:
-        """Learn what samples cost, together with all ranks; -> which of them can be used.
-
-        `epoch` tells one pass over the same samples from another.
-        """
-
-    def column(self, name: str, samples: IntArray) -> IntArray:
-        """A column of `Counts` of samples that were measured, int64, same shape."""
-
-    def choose_limits(self, samples: IntArray) -> Limits:
-        """Caps, chosen by these samples as far as they are not given."""
-
-    def with_images(self, samples: IntArray, limits: Limits) -> Limits:
-        """Caps that were chosen without images, with one for the images of these samples."""
-
-    def within(self, samples: IntArray, limits: Limits) -> IntArray:
-        """Samples without those that are over a given cap, which are rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
