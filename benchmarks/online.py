@@ -25,22 +25,16 @@ batches are not better than ODB's in every column but the last.
 from __future__ import annotations
 
 import argparse
-import importlib
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
-import torch
+from odb_groups import Steps, odb_steps, open_odb
 from order import Data, published, with_caps
 from order import datasets as order_datasets
 from rich.console import Console
@@ -53,9 +47,6 @@ from loaders.online.loader import BALANCE
 from loaders.online.own.windows import OwnWindows
 from loaders.plan.windows import WindowGroups, WindowSettings
 
-Steps = list[list[list[int]]]
-"""Of each micro-step: of each rank, its samples."""
-HERE = Path(__file__).parent
 DEFAULT_WINDOW, ODB_BUFFERS = 2_048, (256, 1_024)
 NAME = "window {:,}"
 GOALS = {"steps": 1.01, "entropy": 0.95, "label": 1.01, "times_below_odb": 10.0}
@@ -217,100 +208,12 @@ def our_steps(
     return steps, source.figures.grouping_s
 
 
-# --- ODB ---
-
-
-def open_odb(folder: Path) -> Any:
-    """ODB's module of groups, installed into a folder if it is not there."""
-    if not (folder / "odb").exists():
-        wanted = ["--no-deps", "--target", str(folder), "-r", str(HERE / "peers-odb.txt")]
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
-    sys.path.insert(0, str(folder))
-    return importlib.import_module("odb.grouping")
-
-
-class Ranks:
-    """torch.distributed as far as ODB asks for it, among threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._own = size, threading.local()
-        self._barrier, self._told = threading.Barrier(size), dict[int, Any]()
-
-    def join(self, rank: int) -> None:
-        """This thread is a rank."""
-        self._own.rank = rank
-
-    def get_world_size(self, group: object) -> int:
-        return self.size
-
-    def get_rank(self, group: object) -> int:
-        return int(self._own.rank)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        self._told[self._own.rank] = value
-        self._barrier.wait()
-        values = [self._told[rank] for rank in range(self.size)]
-        self._barrier.wait()
-        return values
-
-    def all_gather_into_tensor(self, out: Any, own: Any, group: object) -> None:
-        for row, value in zip(out.view(self.size, -1), self.gather(own), strict=True):
-            row.copy_(value)
-
-
 def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:
     """Figures of an epoch."""
     steps, planning_s = odb_steps(data, dp, buffer, grouping)
     micros = 1e6 * planning_s / len(data.counts)
     name = f"ODB, {buffer:,} per rank"
     return figures(name, steps, data, micros, padded=True, by_tokens=True)
-
-
-def odb_steps(data: Data, dp: int, buffer: int, grouping: Any) -> tuple[Steps, float]:
-    """Micro-steps of an epoch: each rank groups the samples that it has loaded."""
-    ranks = Ranks(dp)
-    order = np.random.default_rng(0).permutation(len(data.counts))
-    with mock.patch.object(grouping, "dist", ranks, create=True), ThreadPoolExecutor(dp) as pool:
-        runs = [
-            pool.submit(odb_rank, data, ranks, rank, order[rank::dp], buffer, grouping)
-            for rank in range(dp)
-        ]
-        rounds, times = zip(*(run.result() for run in runs), strict=True)
-    steps = []
-    for groups in zip(*rounds, strict=True):
-        for number in range(max(map(len, groups))):
-            steps.append([each[number] if number < len(each) else [] for each in groups])
-    return steps, sum(times)
-
-
-def odb_rank(
-    data: Data, ranks: Ranks, rank: int, samples: IntArray, buffer: int, grouping: Any
-) -> tuple[list[list[list[int]]], float]:
-    """Groups of a rank's samples by round, and the time that grouping takes."""
-    ranks.join(rank)
-    vision, tokens = data.loads
-    left = [
-        {"index": i, "input_ids": torch.empty(int(tokens[i])), "odb_n_patches": int(vision[i])}
-        for i in samples.tolist()
-    ]
-    held: list[dict[str, Any]] = []
-    rounds, taking_s = [], 0.0
-    while any(ranks.gather(bool(left or held))):
-        room = max(0, buffer - len(held))
-        held, left = held + left[:room], left[room:]
-        begun = time.thread_time()
-        groups, held, _, _ = grouping.grouping_data(
-            [held],
-            data.limits.max_seq_len,
-            ddp_group=ranks,
-            idx_budget=buffer,
-            max_groups=buffer,
-            max_patches=data.limits.max_vision,
-        )
-        taking_s += time.thread_time() - begun
-        rounds.append([[sample["index"] for sample in group] for group in groups])
-    return rounds, taking_s
 
 
 # --- figures ---
