@@ -6,6 +6,7 @@ fitted to all micro-batches that were measured. A step takes as long as its slow
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def fit(costs: list[Cost]) -> tuple[FloatArray, float]:
     return found, float(error)
 
 
-def limit(loads: Loads, caps: tuple[int, int], dp: int, line: FloatArray) -> float:
+def limit_rate(loads: Loads, caps: tuple[int, int], dp: int, line: FloatArray) -> float:
     """Samples per second without padding, waiting or anything but computing, in the fewest
     micro-batches that the caps of tiles and tokens allow: which no method exceeds.
     """
@@ -40,37 +41,60 @@ def limit(loads: Loads, caps: tuple[int, int], dp: int, line: FloatArray) -> flo
     return float(len(tokens) * dp / (line @ (fewest, tokens.sum(), tiles.sum())))
 
 
-def rates(data: Data, dp: int, line: FloatArray, grouping: Any) -> dict[str, float]:
-    """Samples per second of each method."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Of a method."""
+
+    rate: float
+    """Samples per second."""
+    most: float
+    """What any loader's rate is over this one at most, on any machine on which a micro-batch takes
+    so much by itself and for each token and tile, whatever each of the three is.
+    """
+
+
+def predict(data: Data, dp: int, line: FloatArray, grouping: Any) -> dict[str, Predicted]:
+    """Each method's figures."""
     tiles, tokens = data.loads
     caps = data.limits.max_vision, data.limits.max_seq_len
     small = (tiles, tokens / FACTOR)  # of what was trained
-    found = {"limit": limit(small, (caps[0], caps[1] // FACTOR), dp, line)}
-    found["ours"] = _rate(our_steps(data, dp, DEFAULT_WINDOW)[0], data, line, is_padded=False)
+    least = limit_rate(small, (caps[0], caps[1] // FACTOR), dp, line)
+    found = {"limit": Predicted(rate=least, most=1.0)}
+    ours, _ = our_steps(data, dp, DEFAULT_WINDOW)
+    found["ours"] = _predicted(ours, data, line, is_padded=False)
     for buffer in ODB_BUFFERS:
         steps, _ = odb_steps(data, dp, buffer, grouping)
-        found[f"ODB, {buffer:,}"] = _rate(steps, data, line, is_padded=True)
+        found[f"ODB, {buffer:,}"] = _predicted(steps, data, line, is_padded=True)
     for method in ("random", "grouped"):
         size, accumulation = best_size(method, (tiles, tokens), caps)
         batches = padded_batches(method, (tiles, tokens), size, accumulation)
+        batches += [[]] * (-len(batches) % dp)
         rounds = [batches[start : start + dp] for start in range(0, len(batches), dp)]
-        found[f"{method}, {size} x {accumulation}"] = _rate(
+        found[f"{method}, {size} x {accumulation}"] = _predicted(
             rounds, data, line, is_padded=True, accumulation=accumulation
         )
     return found
 
 
-def _rate(
+def _predicted(
     steps: Steps, data: Data, line: FloatArray, *, is_padded: bool, accumulation: int = 1
-) -> float:
+) -> Predicted:
+    """A step takes at most as long as a rank that has the most of everything in it."""
     tiles, tokens = data.loads
-    seconds = np.zeros((len(steps), len(steps[0])))
+    loads = np.zeros((len(steps), len(steps[0]), 3))  # 1, tokens, tiles
     for number, step in enumerate(steps):
         for rank, batch in enumerate(step):
             if batch:
                 own = tokens[batch]
                 length = len(batch) * own.max() if is_padded else own.sum()
-                seconds[number, rank] = line @ (1, length / FACTOR, tiles[batch].sum())
-    borders = np.arange(0, len(steps), accumulation)
-    of_steps = np.add.reduceat(seconds, borders, axis=0)
-    return float(len(tokens) / of_steps.max(axis=1).sum())
+                loads[number, rank] = 1, length / FACTOR, tiles[batch].sum()
+    of_steps = np.add.reduceat(loads, np.arange(0, len(steps), accumulation), axis=0)
+    least = np.array([_fewest(data), tokens.sum() / FACTOR, tiles.sum()]) / len(steps[0])
+    return Predicted(
+        rate=float(len(tokens) / (of_steps @ line).max(axis=1).sum()),
+        most=float((of_steps.max(axis=1).sum(axis=0) / least).max()),
+    )
+
+
+def _fewest(data: Data) -> float:
+    return max(lower_bounds(*data.loads, data.limits).values())
