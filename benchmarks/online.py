@@ -1,9 +1,9 @@
 """Packing without a build: `BalancedLoader`'s plans next to ODB's, on 8 simulated ranks.
 
     python benchmarks/online.py [--lengths FILE...] [--dp 8] [--windows 512 2048 8192] [--odb DIR]
-                                [--more]
+                                [--more] [--train]
 
-Training on real compute is measured by `python benchmarks/online_training.py`.
+`--train` then measures training on real compute, by `benchmarks/online_training.py`.
 
 Data: AI2D + ChartQA at 4,096 and 16,384 tokens, and a mixture of text alone (35 %), one image
 (55 %) and two to five (10 %) at 16,384. Ours are the product's windows, in the order in which the
@@ -25,6 +25,7 @@ batches are not better than ODB's in every column but the last.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -77,10 +78,12 @@ def main() -> int:
     parser.add_argument("--odb", type=Path, help="where ODB is, or is to be installed")
     parser.add_argument("--more", action="store_true", help="other data too, which is not judged")
     parser.add_argument("--counts", nargs="*", type=Path, default=[], help="of it, counts.parquet")
+    parser.add_argument("--train", action="store_true", help="measure training on real compute too")
     options = parser.parse_args()
     console, missed = Console(width=120), []
     with tempfile.TemporaryDirectory() as temporary:
-        grouping = open_odb(options.odb or Path(temporary))
+        folder = options.odb or Path(temporary)
+        grouping = open_odb(folder)
         wanted = datasets(options.lengths)
         for data in [*wanted, *(others(options) if options.more else [])]:
             bound = max(lower_bounds(*data.loads, data.limits).values()) / options.dp
@@ -95,9 +98,12 @@ def main() -> int:
             default = next((f for f in found if f.name == NAME.format(DEFAULT_WINDOW)), None)
             if default and any(data is each for each in wanted):
                 missed += judge(data, default, found[len(ODB_BUFFERS) - 1], bound)
+        training = Path(__file__).with_name("online_training.py")
+        command = [sys.executable, str(training), "--odb", str(folder)]
+        status = subprocess.call(command) if options.train else 0
     for line in missed:
         console.print(f"missed: {line}", style="red")
-    return 1 if missed else 0
+    return 1 if missed else status
 
 
 def datasets(lengths: list[Path] | None) -> list[Data]:
