@@ -1,28 +1,30 @@
 """LLaMA-Factory, ms-swift and Axolotl on a datasets.Dataset, by the code of docs/load.md.
 
-Each is installed from PyPI into an environment of its own, kept in pytest's cache, and runs by its
-own command. Not by default, since that takes minutes and the network:
+Each is installed from PyPI into an environment of its own, kept in pytest's cache (1.1 GB), and
+runs by its own command. Not by default, since that takes minutes and the network:
 
     pytest -m other_trainers tests/loaders/integrations/test_other_trainers.py
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
 from support import ROOT, TESTS, child_env
-from support.trainers.framework_envs import python_of
+from support.frameworks.environments import python_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from support.trainers.framework_data import write_dataset, write_model  # noqa: E402
+from support.frameworks.model_and_data import write_dataset, write_model  # noqa: E402
 
 pytestmark = [pytest.mark.other_trainers, pytest.mark.timeout(1200)]
 
@@ -180,13 +182,13 @@ class Run:
         if resume:
             command.append(framework.resume.format(resume))
         (self.folder / "ids").write_text("")
-        path = (".", TESTS / "support" / "trainers", ROOT)
+        path = (".", TESTS / "support" / "frameworks", ROOT)
         told = {
             **child_env(),
             **dict(framework.environment),
             **environment,
-            "PATH": f"{programs}:/usr/bin:/bin",
-            "PYTHONPATH": ":".join(map(str, path)),
+            "PATH": os.pathsep.join((str(programs), os.environ["PATH"])),
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
             "HOME": str(self.folder / "home"),
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -195,14 +197,20 @@ class Run:
         }
         self.log = (self.folder / f"log{time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
-            command, cwd=self.folder, env=told, stdout=self.log, stderr=subprocess.STDOUT
+            command,
+            cwd=self.folder,
+            env=told,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def join(self, *, by_kill=False):
         try:
             status = self.process.wait(RUN_S)
         finally:
-            self.process.kill()
+            with suppress(ProcessLookupError):  # those that it has started, after their time
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.log.seek(0)
         printed = self.log.read()
         # a program whose part was killed says so in its own status

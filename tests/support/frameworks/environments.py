@@ -1,6 +1,6 @@
 """Other training frameworks in virtual environments of their own, made once and used again.
 
-Each holds what frameworks/NAME.txt lists, and finds all else, torch above all, among the packages
+Each holds what packages/NAME.txt lists, and finds all else, torch above all, among the packages
 of the environment that runs the tests: tens of seconds, and no second torch. pip runs without
 dependencies, so that it brings no other torch, and since the lists are complete.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-LISTS = Path(__file__).parent / "frameworks"
+LISTS = Path(__file__).parent / "packages"
 INSTALL_S = 900
 
 

@@ -1,0 +1,1 @@
+"""Trainers of other frameworks: their environments, and what they train."""
