@@ -253,11 +253,9 @@ class WindowEpoch(Epoch):
             count = before - planned.first
             if planned.sums is not None and 2 * count > len(planned.groups):
                 self._planned = planned.without(count)
-                self._windows = {
-                    key: made
-                    for key, made in self._windows.items()
-                    if made.numbers.max(initial=before) >= before
-                }
+            for made in (self._windows, self._pending):  # the position is past them
+                for key in [key for key in made if key < consumed]:
+                    del made[key]
 
     def close(self) -> None:
         """End what is under way."""
@@ -270,7 +268,7 @@ class WindowEpoch(Epoch):
     def _make(self, consumed: int, carried: IntArray) -> PlannedWindow:
         """Measure and group a window."""
         with self._making:
-            if consumed in self._windows:
+            if consumed < self._num_read:
                 return self._windows[consumed]
             self._measured()
             settings, lengths = self.source.settings, self.source.lengths

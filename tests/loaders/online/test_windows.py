@@ -331,6 +331,13 @@ def test_drop_leaves_out_what_makes_no_step():
     assert 0 < len(seen) < 90
 
 
+def test_past_windows_are_forgotten():
+    """A stream may have no end."""
+    (rank,) = make_ranks(lambda: Lengths(2000, 6), 1, 2, window=20)
+    while take_step([rank]) is not None:
+        assert len(rank._groups._windows) + len(rank._groups._pending) < 10
+
+
 def test_emptiest_groups_wait():
     lengths = Lengths(2000, 4)
     everything = np.arange(2000)
