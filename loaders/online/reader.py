@@ -91,6 +91,7 @@ class RecordReader:
         """The samples of a selection, in its order; those that changed are left out and noted."""
         indices = np.array([part.group for part in selection], np.int64)
         parts, lost = self._counted(indices)
+        self._lost.difference_update(indices.tolist())  # a file may be there again
         raw = self._counter.empty_group
         if parts:
             raw, changed = self._counter.group(parts, indices)
