@@ -113,6 +113,7 @@ def go_wrong(said, folder):
     cases = {
         "seed": {"seed": rank},
         "dataset": {"window": 30 + rank},
+        "state": {},
         "measuring": {},
         "rejected": {"transform": lambda row: row if row["id"] > "s3" else {}},
     }
@@ -122,6 +123,8 @@ def go_wrong(said, folder):
             loader = BalancedLoader(rows, **OPTIONS | options, rank_timeout_s=120.0)
             if name == "measuring" and rank == 1:
                 loader._lengths._measure = fails
+            if name == "state" and rank == 1:
+                loader.load_state_dict(loader.state_dict())
             said[name] = sum(1 for _ in loader)
         except (ConfigError, DataError, RankMissing) as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -134,6 +137,7 @@ def test_what_one_rank_cannot_do_is_said_on_both(tmp_path):
         assert said["dataset"].startswith(
             "ConfigError: ranks disagree: window is 30 on rank 0, 31 on"
         )
+        assert said["state"].startswith("ConfigError: ranks disagree: states loaded is 0 on rank 0")
         assert said["measuring"].startswith("DataError: one rank failed")
         assert "the disk of rank 1 is gone" in said["measuring"]
         assert "samples cannot be used, more than max_rejected" in said["rejected"]
