@@ -222,8 +222,7 @@ class WindowEpoch(Epoch):
     def window(self, consumed: int, carried: IntArray) -> PlannedWindow:
         """The window after `consumed` samples of the order, with those `carried` into it."""
         with self._lock:
-            made = self._windows.get(consumed)
-            pending = None if made else self._pending.pop(consumed, None)
+            made, pending = self._windows.get(consumed), self._pending.get(consumed)
         if made is None:
             made = pending.result() if pending else self._make(consumed, carried)
         self.prepare(made.consumed, made.carried)
@@ -232,7 +231,7 @@ class WindowEpoch(Epoch):
     def prepare(self, consumed: int, carried: IntArray) -> None:
         """Start to make a window in a thread, unless that has been started or there is none."""
         with self._lock:
-            is_known = consumed in self._windows or consumed in self._pending
+            is_known = consumed < self._num_read or consumed in self._pending
             if is_known or self._closed or consumed >= len(self.source.lengths):
                 return
             future = self._pending[consumed] = Future[PlannedWindow]()
@@ -242,6 +241,8 @@ class WindowEpoch(Epoch):
                 future.set_result(self._make(consumed, carried))
             except BaseException as error:
                 future.set_exception(error)
+            finally:  # only now: a second maker would wait for the one of the next window
+                self._pending.pop(consumed)
 
         # a daemon: for others the interpreter would wait, and one may wait for another rank
         threading.Thread(target=run, name=f"isobatch-window-{consumed}", daemon=True).start()
@@ -253,9 +254,8 @@ class WindowEpoch(Epoch):
             count = before - planned.first
             if planned.sums is not None and 2 * count > len(planned.groups):
                 self._planned = planned.without(count)
-            for made in (self._windows, self._pending):  # the position is past them
-                for key in [key for key in made if key < consumed]:
-                    del made[key]
+            for key in [key for key in self._windows if key < consumed]:
+                del self._windows[key]
 
     def close(self) -> None:
         """End what is under way."""

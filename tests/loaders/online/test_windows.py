@@ -2,6 +2,10 @@
 
 import json
 import os
+import sys
+import threading
+import time
+import traceback
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -336,6 +340,31 @@ def test_past_windows_are_forgotten():
     (rank,) = make_ranks(lambda: Lengths(2000, 6), 1, 2, window=20)
     while take_step([rank]) is not None:
         assert len(rank._groups._windows) + len(rank._groups._pending) < 10
+
+
+def test_all_that_wait_for_a_window_wait_for_one_maker():
+    """A second one would wait for the window after it, which other ranks may never begin."""
+    lengths, may_measure, made = Lengths(300, 7), threading.Event(), []
+    (rank,) = make_ranks(lambda: lengths, 1, 2, window=20)
+    epoch, make, measure = rank._groups, rank._groups._make, lengths.measure
+    epoch._make = lambda consumed, carried: made.append(consumed) or make(consumed, carried)
+    lengths.measure = lambda *args: may_measure.wait() and measure(*args)
+    epoch.prepare(0, np.zeros(0, np.int64))
+    waiting = [threading.Thread(target=epoch.window, args=(0, [])) for _ in range(3)]
+    for each in waiting:
+        each.start()
+        while not {"result", "_make"} & names_of_calls(each):
+            time.sleep(0.001)
+    may_measure.set()
+    for each in waiting:
+        each.join()
+    assert made.count(0) == 1
+
+
+def names_of_calls(thread):
+    """Of the functions that a thread is in."""
+    calls = traceback.walk_stack(sys._current_frames().get(thread.ident))
+    return {frame.f_code.co_name for frame, _ in calls}
 
 
 def test_emptiest_groups_wait():
