@@ -92,9 +92,7 @@ def loader_of(
     return _make_loader(dataset, args, model, options)
 
 
-_TRAINING_ONLY = (
-    *("epochs", "measure", "remainder", "planner", "image_transform", "batch_transform"),
-)
+_TRAINING_ONLY = "epochs", "measure", "planner", "image_transform", "batch_transform"
 """Options of a training's loader that one for its evaluation does not take over."""
 
 

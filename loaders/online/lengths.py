@@ -260,7 +260,7 @@ class SampleLengths:
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
                 if is_cancelled():
-                    raise Cancelled
+                    raise Cancelled("the loader was closed, or is at another place")
                 chunk = self._existing(unknown[first : first + self._counter.chunk_records])
                 if not len(chunk):
                     continue

@@ -164,7 +164,7 @@ class WindowEpoch(Epoch):
         self.is_planned = False
         """Whether the last window is planned."""
         self._given = given
-        sums = None if len(waiting) else self._sums(waiting)
+        sums = {} if len(waiting) else self._sums(waiting)
         self._planned = PlannedGroups(given, waiting, sums)
         self._closed = False
         # the first is held while a window is made, the second while attributes change
@@ -187,7 +187,6 @@ class WindowEpoch(Epoch):
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Sums over the groups' samples, int64, same shape as `groups`."""
         planned = self._measured()
-        assert planned.sums is not None
         return planned.sums[name][groups - planned.first]
 
     def selections(self, groups: IntArray) -> list[Selection]:
@@ -250,9 +249,8 @@ class WindowEpoch(Epoch):
     def forget(self, before: int, consumed: int, live: IntArray) -> None:
         """Drop the groups before that number; `live` are needed of the samples `consumed`."""
         with self._lock:
-            planned = self._planned
-            count = before - planned.first
-            if planned.sums is not None and 2 * count > len(planned.groups):
+            planned, count = self._planned, before - self._planned.first
+            if planned.sums and 2 * count > len(planned.groups):
                 self._planned = planned.without(count)
             for key in [key for key in self._windows if key < consumed]:
                 del self._windows[key]
@@ -348,10 +346,10 @@ class WindowEpoch(Epoch):
 
     def _measured(self) -> PlannedGroups:
         """What is planned, after the groups of a state are measured too."""
-        if self._planned.sums is None:
+        if not self._planned.sums:
             with self._making:
                 planned, lengths = self._planned, self.source.lengths
-                if planned.sums is None:
+                if not planned.sums:
                     # one that is rejected by now costs nothing, and is left out when it is read
                     lengths.measure(planned.groups.samples, self._is_closed, self.number)
                     self._planned = replace(planned, sums=self._sums(planned.groups))
