@@ -105,7 +105,7 @@ class SampleLengths:
         return cast("PlannedBuild", SimpleNamespace(manifest=manifest, samples=samples))
 
     def measure(
-        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: object = 0
+        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: str = ""
     ) -> BoolArray:
         """Learn what samples cost, together with all ranks; -> which of them can be used.
 

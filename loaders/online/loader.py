@@ -221,7 +221,7 @@ class BalancedLoader(StepStream):
         reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept)
         if is_own:
             own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
-            reader.lengths, name = own, own.open(reader, config.ranks(), self._checks)
+            reader.lengths, name = own, own.open(reader, config.ranks())
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
@@ -271,8 +271,8 @@ class BalancedLoader(StepStream):
                 return
             if self._checks is not None:  # before ranks wait for what the others measure
                 position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
-                loads = {"states loaded": str(self._awaited.restarts)}  # they name what is told
-                self._checks.compare(self._told | {"position in the epoch": position[:12]} | loads)
+                begun = {"epochs and states begun": str(self._source.num_begun)}
+                self._checks.compare(self._told | {"position in the epoch": position[:12]} | begun)
             if self.epoch + 1 == epochs and self._steps.is_after_last:
                 self._finish_epoch()  # resumed after the last step of all
                 return

@@ -37,7 +37,7 @@ class Lengths(Protocol):
     def __len__(self) -> int:
         """Samples of the dataset."""
 
-    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: int) -> BoolArray:
+    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: str) -> BoolArray:
         """Learn what samples cost, together with all ranks; -> which of them can be used.
 
         `epoch` tells one pass over the same samples from another.

@@ -92,6 +92,8 @@ class WindowGroups(EpochSource):
         self.mean_labels: float | None = None
         """Weight of the labels of a mean group of the run's first window."""
         self.figures = WindowFigures()
+        self.num_begun = 0
+        """Epochs begun, and states: what ranks tell one another is new in each."""
         self._epoch: WindowEpoch | None = None
         self._next: WindowEpoch | None = None
 
@@ -138,7 +140,9 @@ class WindowGroups(EpochSource):
         if epoch is not None and (state or not is_fit):
             epoch.close()
             epoch = None
+        self.num_begun += bool(state)  # other than what was prepared, on some ranks only
         epoch = epoch or self.epoch_type(self, number, given, waiting)
+        self.num_begun += 1
         if self._epoch is not None:
             self._epoch.close()
         self._epoch = epoch
@@ -158,7 +162,7 @@ class WindowEpoch(Epoch):
 
     def __init__(self, source: WindowGroups, number: int, given: int, waiting: Groups) -> None:
         """After `given` groups; those in `waiting` are planned but not measured here."""
-        self.source, self.number = source, number
+        self.source, self.number, self._key = source, number, f"{source.num_begun}/{number}"
         self.first_limits = self.limits = source.limits
         """Caps at the beginning, and of the last window that is planned."""
         self.is_planned = False
@@ -274,7 +278,7 @@ class WindowEpoch(Epoch):
             samples = np.concatenate([carried, self._order(consumed, carried)])
             num_read = consumed + len(samples) - len(carried)
             begun = time.perf_counter()
-            samples = samples[lengths.measure(samples, self._is_closed, self.number)]
+            samples = samples[lengths.measure(samples, self._is_closed, self._key)]
             measured = time.perf_counter()
             groups, left = self._group(samples, consumed, is_last=num_read == len(lengths))
             if num_read == len(lengths) and not settings.shuffle:
@@ -351,7 +355,7 @@ class WindowEpoch(Epoch):
                 planned, lengths = self._planned, self.source.lengths
                 if not planned.sums:
                     # one that is rejected by now costs nothing, and is left out when it is read
-                    lengths.measure(planned.groups.samples, self._is_closed, self.number)
+                    lengths.measure(planned.groups.samples, self._is_closed, self._key)
                     self._planned = replace(planned, sums=self._sums(planned.groups))
         return self._planned
 

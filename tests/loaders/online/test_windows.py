@@ -361,6 +361,23 @@ def test_all_that_wait_for_a_window_wait_for_one_maker():
     assert made.count(0) == 1
 
 
+def test_what_ranks_tell_is_new_wherever_they_begin():
+    """And equal where one of them has begun it in advance, and another has not."""
+    ranks, keys = make_ranks(lambda: Lengths(60, 8), 2, 1, window=30), []
+    state = take_step(ranks)[1]
+    while take_step(ranks) is not None:
+        pass
+    ranks[0].prepare_next_epoch()
+    load = partial(Steps.load, state=state)
+    for begin in (Steps.finish_epoch, load, load, partial(Steps.start_epoch, epoch=3), load):
+        for rank in ranks:
+            begin(rank)
+        take_step(ranks)
+        (key,) = {rank._groups._key for rank in ranks}
+        assert key not in keys
+        keys.append(key)
+
+
 def names_of_calls(thread):
     """Of the functions that a thread is in."""
     calls = traceback.walk_stack(sys._current_frames().get(thread.ident))
