@@ -227,7 +227,10 @@ class WindowEpoch(Epoch):
         with self._lock:
             made, pending = self._windows.get(consumed), self._pending.get(consumed)
         if made is None:
-            made = pending.result() if pending else self._make(consumed, carried)
+            try:
+                made = pending.result() if pending else self._make(consumed, carried)
+            finally:  # only now: a second maker would wait for the one of the next window
+                self._pending.pop(consumed, None)  # an error is told once, then it is tried again
         self.prepare(made.consumed, made.carried)
         return made
 
@@ -244,8 +247,6 @@ class WindowEpoch(Epoch):
                 future.set_result(self._make(consumed, carried))
             except BaseException as error:
                 future.set_exception(error)
-            finally:  # only now: a second maker would wait for the one of the next window
-                self._pending.pop(consumed)
 
         # a daemon: for others the interpreter would wait, and one may wait for another rank
         threading.Thread(target=run, name=f"isobatch-window-{consumed}", daemon=True).start()
@@ -256,8 +257,9 @@ class WindowEpoch(Epoch):
             planned, count = self._planned, before - self._planned.first
             if planned.sums and 2 * count > len(planned.groups):
                 self._planned = planned.without(count)
-            for key in [key for key in self._windows if key < consumed]:
-                del self._windows[key]
+            for made in (self._windows, self._pending):
+                for key in [key for key in made if key < consumed]:
+                    del made[key]
 
     def close(self) -> None:
         """End what is under way."""

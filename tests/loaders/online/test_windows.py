@@ -361,6 +361,28 @@ def test_all_that_wait_for_a_window_wait_for_one_maker():
     assert made.count(0) == 1
 
 
+def test_an_error_of_a_window_is_told_once():
+    """Also if it came before anyone asked: who tried again alone would wait for the other ranks."""
+    lengths, measure, tried = Lengths(60, 8), Lengths.measure, []
+    (rank,) = make_ranks(lambda: lengths, 1, 2, window=30)
+
+    def fails_once(*args):
+        tried.append(1)
+        if len(tried) == 1:
+            raise DataError("the disk is gone")
+        return measure(lengths, *args)
+
+    lengths.measure = fails_once
+    epoch, none = rank._groups, np.zeros(0, np.int64)
+    epoch.prepare(0, none)
+    while not epoch._pending[0].done():
+        time.sleep(0.001)
+    with pytest.raises(DataError, match="the disk is gone"):
+        epoch.window(0, none)
+    assert len(tried) == 1
+    assert len(epoch.window(0, none).numbers)
+
+
 def test_what_ranks_tell_is_new_wherever_they_begin():
     """And equal where one of them has begun it in advance, and another has not."""
     ranks, keys = make_ranks(lambda: Lengths(60, 8), 2, 1, window=30), []
