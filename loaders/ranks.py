@@ -41,8 +41,6 @@ class Awaited:
     """Whether a trainer waits for what a loader does, or is busy between two steps."""
 
     is_awaited = True
-    restarts = 0
-    """How often all ranks went to another place, from which they ask again what was told before."""
 
     @contextmanager
     def being(self, *, awaited: bool) -> Iterator[None]:
@@ -141,11 +139,6 @@ class RankChecks:
         digest = blake2b(str(self._ranks).encode(), digest_size=8).hexdigest()
         self._place, self._loader, self._round = f"isobatch/ranks/{digest}", 0, 0
         self._refused = False
-
-    @property
-    def num_compared(self) -> int:
-        """Comparisons so far, the same number on every rank between two of them."""
-        return self._round
 
     def compare(self, fields: Mapping[str, str]) -> None:
         """Wait for all ranks. ConfigError on all if any tells others' fields; see `RankMissing`."""

@@ -172,7 +172,6 @@ class StepStream:
             raise
         self._resumes = True
         self._end_iterator()
-        self._awaited.restarts += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iterator begin with epoch `epoch`, as torch's DistributedSampler does.
@@ -188,7 +187,6 @@ class StepStream:
             self._finish_epoch()
         else:
             self._steps.start_epoch(epoch)
-            self._awaited.restarts += 1
         self._end_iterator()
 
     def check_ranks(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from balance.errors import ConfigError
+from loaders.online.own.streams import is_stream
 from loaders.step_stream import StepStream
 
 _DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024
@@ -91,9 +92,7 @@ def loader_of(
     return _make_loader(dataset, args, model, options)
 
 
-_TRAINING_ONLY = (
-    *("epochs", "measure", "remainder", "planner", "image_transform", "batch_transform"),
-)
+_TRAINING_ONLY = "epochs", "measure", "planner", "image_transform", "batch_transform"
 """Options of a training's loader that one for its evaluation does not take over."""
 
 
@@ -117,7 +116,8 @@ def evaluation_of(
     if is_left or isinstance(train_dataset, StepStream):
         return dataset
     kept = {name: value for name, value in options.items() if name not in _TRAINING_ONLY}
-    own = {"shuffle": False, "micro_batches_per_step": 1}
+    # no rank without a micro-batch, where FSDP would wait for it
+    own = {"shuffle": False, "micro_batches_per_step": 1, "remainder": "pad"}
     return _make_loader(dataset, args, model, kept | own)
 
 
@@ -125,7 +125,7 @@ def _is_tokenised(dataset: Any) -> bool:
     if isinstance(dataset, str | Path):
         return False
     if (names := getattr(dataset, "column_names", None)) is None:
-        if not hasattr(dataset, "__getitem__"):
+        if is_stream(dataset) or not hasattr(dataset, "__getitem__"):
             return True
         first = dataset[0] if len(dataset) else {}
         names = first if isinstance(first, Mapping) else ()

@@ -33,6 +33,7 @@ class TrainSteps:
         self, loader: StepStream, args: TrainingArguments, state: Callable[[], TrainerState]
     ) -> None:
         self._loader, self._args, self._state = loader, args, state
+        self._state_before = state()  # of an earlier training, until Trainer makes another
         self._has_epochs = args.max_steps <= 0
         self.ends_with_loader = (
             self._has_epochs and loader.epochs_vary and float(args.num_train_epochs).is_integer()
@@ -64,7 +65,7 @@ class TrainSteps:
     def dataset(self) -> IterableDataset[Step | None]:
         """What Trainer skips after a resume, as nothing; then the steps."""
         state = self._state()
-        if state.global_step:
+        if state.global_step and state is not self._state_before:
             iter(self)  # a resume: now the loader's position is known
         steps_done = state.global_step % self._steps_per_epoch
         return _AfterSkipped(self, steps_done * self._args.gradient_accumulation_steps)

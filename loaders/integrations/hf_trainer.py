@@ -101,7 +101,7 @@ class BalancedMixin(_Base):
         self.eval_dataset = shown.with_loaders(self.eval_dataset)
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
         self._train_steps: TrainSteps | None = None
-        self._num_own_tokens = 0
+        self._num_own_tokens, self._weights_left_out = 0, False
 
     def get_train_dataloader(self, *_: Any) -> Any:
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
@@ -203,6 +203,12 @@ class BalancedMixin(_Base):
             )
         return _EvaluationPass(chosen)
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """As `get_eval_dataloader`: `predict` gives a loader's loss, and no logits."""
+        if isinstance(test_dataset, StepStream):
+            return self.get_eval_dataloader(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> EvalLoopOutput:
         """As Trainer's; the loss is per label and not per step, and samples are counted."""
         output = super().evaluation_loop(dataloader, *args, **options)
@@ -233,25 +239,30 @@ class BalancedMixin(_Base):
                 total += cast(torch.Tensor, loss)
         return total, None, None
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
         """As Trainer does, and then the weights that it warned it had left out.
 
         `save_pretrained` gives a VLM's weights the names of its published checkpoints. Trainer does
-        not find them, and trains on without (transformers 4.52 to 5.23, issue 43701).
+        not find them, and trains on without (transformers 4.52 to 5.24, issue 43701).
         """
-        self._weights_left_out = False
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self._weights_left_out:
+        super()._load_from_checkpoint(resume_from_checkpoint, *args)
+        self._load_left_out(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As `_load_from_checkpoint`; else the last weights would be taken for the best."""
+        super()._load_best_model()
+        self._load_left_out(cast(str, self.state.best_model_checkpoint))
+
+    def _load_left_out(self, checkpoint: str) -> None:
+        left_out, self._weights_left_out = self._weights_left_out, False
+        if not left_out:
             return
         target = self.accelerator.unwrap_model(self.model)
         if not isinstance(target, PreTrainedModel):
             raise ConfigError(
-                f"{resume_from_checkpoint}: its weights have other names than the model's; load "
-                "them first"
+                f"{checkpoint}: its weights have other names than the model's; load them first"
             )
-        saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
+        saved = type(target).from_pretrained(checkpoint, dtype=target.dtype)
         target.load_state_dict(saved.state_dict())
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

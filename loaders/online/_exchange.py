@@ -60,13 +60,15 @@ class RankExchange(Awaited):
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
         try:
-            return self._all_gather(f"{self._place}/{self.restarts}/{key}", own, is_cancelled)
+            return self._all_gather(f"{self._place}/{key}", own, is_cancelled)
         except RuntimeError as error:
             reason = f"torch.distributed's store does not answer ({first_line(error)})"
             raise RankMissing(f"{reason}: the process that holds it has ended") from error
 
     def _all_gather(self, place: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
         store, keys = self._store, {rank: f"{place}/{rank}" for rank in self._ranks}
+        if is_cancelled():  # others may be told the same by what has followed
+            raise Cancelled
         store.set(keys[self._me], zlib.compress(pickle.dumps(own), 1))  # type: ignore[arg-type]
         if self._me == self._ranks[0]:
             self._wait([*keys.values()], keys, is_cancelled)

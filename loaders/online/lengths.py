@@ -105,7 +105,7 @@ class SampleLengths:
         return cast("PlannedBuild", SimpleNamespace(manifest=manifest, samples=samples))
 
     def measure(
-        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: object = 0
+        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: str = ""
     ) -> BoolArray:
         """Learn what samples cost, together with all ranks; -> which of them can be used.
 
@@ -260,7 +260,7 @@ class SampleLengths:
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
                 if is_cancelled():
-                    raise Cancelled
+                    raise Cancelled("the loader was closed, or is at another place")
                 chunk = self._existing(unknown[first : first + self._counter.chunk_records])
                 if not len(chunk):
                     continue

@@ -171,8 +171,7 @@ class BalancedLoader(StepStream):
         if wrong := [name for name in _OF_BUILDS if name in loading]:
             raise ConfigError(f"{wrong[0]} needs a build; leave it out, or use a StreamingLoader")
         check_names(LoaderConfig, loading, also=own)
-        encoded = loading.get("images") == "encoded"
-        loading.setdefault("on_error", "raise" if encoded else "skip")
+        loading.setdefault("on_error", "raise" if loading.get("images") == "encoded" else "skip")
         loading.setdefault("balance", BALANCE)
         config = LoaderConfig(**loading)
         rank, size = config.ranks()
@@ -222,7 +221,7 @@ class BalancedLoader(StepStream):
         reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept)
         if is_own:
             own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
-            reader.lengths, name = own, own.open(reader, config.ranks(), self._checks)
+            reader.lengths, name = own, own.open(reader, config.ranks())
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
@@ -272,7 +271,8 @@ class BalancedLoader(StepStream):
                 return
             if self._checks is not None:  # before ranks wait for what the others measure
                 position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
-                self._checks.compare(self._told | {"position in the epoch": position[:12]})
+                begun = {"epochs and states begun": str(self._source.num_begun)}
+                self._checks.compare(self._told | {"position in the epoch": position[:12]} | begun)
             if self.epoch + 1 == epochs and self._steps.is_after_last:
                 self._finish_epoch()  # resumed after the last step of all
                 return

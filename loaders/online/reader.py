@@ -91,6 +91,7 @@ class RecordReader:
         """The samples of a selection, in its order; those that changed are left out and noted."""
         indices = np.array([part.group for part in selection], np.int64)
         parts, lost = self._counted(indices)
+        self._lost.difference_update(indices.tolist())  # a file may be there again
         raw = self._counter.empty_group
         if parts:
             raw, changed = self._counter.group(parts, indices)
@@ -161,16 +162,14 @@ class RecordReader:
         return np.asarray((np.stack(planned, axis=1) == counted.counts[rows]).all(axis=1))
 
     def _changed(self, counted: CountedRecords, row: int) -> RejectedSample:
-        index = int(counted.indices[row])
-        planned = {
-            name: int(self.lengths.column(name, np.array([index]))[0]) for name in COUNT_COLUMNS
-        }
-        now = dict(zip(COUNT_COLUMNS, counted.counts[row].tolist(), strict=True))
-        name = next(name for name in COUNT_COLUMNS if planned[name] != now[name])
+        planned = [self.lengths.column(name, counted.indices[row]) for name in COUNT_COLUMNS]
+        pairs = zip(COUNT_COLUMNS, planned, counted.counts[row], strict=True)
+        name, was, now = next(each for each in pairs if each[1] != each[2])
         detail = (
-            f"{name} is {now[name]} and was {planned[name]} when it was measured: the dataset gives"
-            " another record each time, or the lengths are another dataset's"
+            f"{name} is {now} and was {was} when it was measured: the dataset gives another record "
+            "each time, or the lengths are another dataset's"
         )
+        index = int(counted.indices[row])
         sample_id = counted.table.column("sample_id")[row].as_py()
         return RejectedSample(index, sample_id, counted.sources[row], "record_changed", detail)
 

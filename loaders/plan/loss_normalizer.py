@@ -32,8 +32,9 @@ class StepNormalizer:
         """Weights of the labels of each group, float64, same shape."""
         if self._weights == "token":
             return epoch.column("num_loss_tokens", groups).astype(np.float64)
-        labels = sample_column(self._builds, epoch.samples(groups), "num_loss_tokens")
+        # first, as it measures the samples of groups that come from a state
         owners = np.repeat(np.arange(len(groups)), epoch.column("num_samples", groups))
+        labels = sample_column(self._builds, epoch.samples(groups), "num_loss_tokens")
         sums = np.bincount(owners, sample_weights(labels, self._weights), len(groups))
         return np.asarray(sums, np.float64)
 

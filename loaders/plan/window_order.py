@@ -37,7 +37,7 @@ class Lengths(Protocol):
     def __len__(self) -> int:
         """Samples of the dataset."""
 
-    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: int) -> BoolArray:
+    def measure(self, samples: IntArray, is_cancelled: IsCancelled, epoch: str) -> BoolArray:
         """Learn what samples cost, together with all ranks; -> which of them can be used.
 
         `epoch` tells one pass over the same samples from another.
@@ -117,12 +117,11 @@ class PlannedGroups:
     """Number of the first of them in the epoch."""
     groups: Groups
     """Of samples of the dataset."""
-    sums: dict[str, IntArray] | None
-    """Sums of `num_samples` and the columns of `Counts`; None until they are measured."""
+    sums: dict[str, IntArray]
+    """Sums of `num_samples` and the columns of `Counts`; empty until they are measured."""
 
     def with_groups(self, groups: Groups, sums: dict[str, IntArray]) -> "PlannedGroups":
         """With more groups after these."""
-        assert self.sums is not None
         own = self.groups
         joined = Groups(
             np.concatenate([own.samples, groups.samples]),
@@ -133,7 +132,6 @@ class PlannedGroups:
 
     def without(self, count: int) -> "PlannedGroups":
         """Without the first groups."""
-        assert self.sums is not None
         kept = self.groups.take(np.arange(count, len(self.groups)))
         sums = {name: each[count:] for name, each in self.sums.items()}
         return PlannedGroups(self.first + count, kept, sums)

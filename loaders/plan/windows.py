@@ -92,6 +92,8 @@ class WindowGroups(EpochSource):
         self.mean_labels: float | None = None
         """Weight of the labels of a mean group of the run's first window."""
         self.figures = WindowFigures()
+        self.num_begun = 0
+        """Epochs begun, and states: what ranks tell one another is new in each."""
         self._epoch: WindowEpoch | None = None
         self._next: WindowEpoch | None = None
 
@@ -138,7 +140,9 @@ class WindowGroups(EpochSource):
         if epoch is not None and (state or not is_fit):
             epoch.close()
             epoch = None
+        self.num_begun += bool(state)  # other than what was prepared, on some ranks only
         epoch = epoch or self.epoch_type(self, number, given, waiting)
+        self.num_begun += 1
         if self._epoch is not None:
             self._epoch.close()
         self._epoch = epoch
@@ -158,13 +162,13 @@ class WindowEpoch(Epoch):
 
     def __init__(self, source: WindowGroups, number: int, given: int, waiting: Groups) -> None:
         """After `given` groups; those in `waiting` are planned but not measured here."""
-        self.source, self.number = source, number
+        self.source, self.number, self._key = source, number, f"{source.num_begun}/{number}"
         self.first_limits = self.limits = source.limits
         """Caps at the beginning, and of the last window that is planned."""
         self.is_planned = False
         """Whether the last window is planned."""
         self._given = given
-        sums = None if len(waiting) else self._sums(waiting)
+        sums = {} if len(waiting) else self._sums(waiting)
         self._planned = PlannedGroups(given, waiting, sums)
         self._closed = False
         # the first is held while a window is made, the second while attributes change
@@ -187,7 +191,6 @@ class WindowEpoch(Epoch):
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Sums over the groups' samples, int64, same shape as `groups`."""
         planned = self._measured()
-        assert planned.sums is not None
         return planned.sums[name][groups - planned.first]
 
     def selections(self, groups: IntArray) -> list[Selection]:
@@ -222,17 +225,19 @@ class WindowEpoch(Epoch):
     def window(self, consumed: int, carried: IntArray) -> PlannedWindow:
         """The window after `consumed` samples of the order, with those `carried` into it."""
         with self._lock:
-            made = self._windows.get(consumed)
-            pending = None if made else self._pending.pop(consumed, None)
+            made, pending = self._windows.get(consumed), self._pending.get(consumed)
         if made is None:
-            made = pending.result() if pending else self._make(consumed, carried)
+            try:
+                made = pending.result() if pending else self._make(consumed, carried)
+            finally:  # only now: a second maker would wait for the one of the next window
+                self._pending.pop(consumed, None)  # an error is told once, then it is tried again
         self.prepare(made.consumed, made.carried)
         return made
 
     def prepare(self, consumed: int, carried: IntArray) -> None:
         """Start to make a window in a thread, unless that has been started or there is none."""
         with self._lock:
-            is_known = consumed in self._windows or consumed in self._pending
+            is_known = consumed < self._num_read or consumed in self._pending
             if is_known or self._closed or consumed >= len(self.source.lengths):
                 return
             future = self._pending[consumed] = Future[PlannedWindow]()
@@ -249,15 +254,12 @@ class WindowEpoch(Epoch):
     def forget(self, before: int, consumed: int, live: IntArray) -> None:
         """Drop the groups before that number; `live` are needed of the samples `consumed`."""
         with self._lock:
-            planned = self._planned
-            count = before - planned.first
-            if planned.sums is not None and 2 * count > len(planned.groups):
+            planned, count = self._planned, before - self._planned.first
+            if planned.sums and 2 * count > len(planned.groups):
                 self._planned = planned.without(count)
-                self._windows = {
-                    key: made
-                    for key, made in self._windows.items()
-                    if made.numbers.max(initial=before) >= before
-                }
+            for made in (self._windows, self._pending):
+                for key in [key for key in made if key < consumed]:
+                    del made[key]
 
     def close(self) -> None:
         """End what is under way."""
@@ -270,7 +272,7 @@ class WindowEpoch(Epoch):
     def _make(self, consumed: int, carried: IntArray) -> PlannedWindow:
         """Measure and group a window."""
         with self._making:
-            if consumed in self._windows:
+            if consumed < self._num_read:
                 return self._windows[consumed]
             self._measured()
             settings, lengths = self.source.settings, self.source.lengths
@@ -278,7 +280,7 @@ class WindowEpoch(Epoch):
             samples = np.concatenate([carried, self._order(consumed, carried)])
             num_read = consumed + len(samples) - len(carried)
             begun = time.perf_counter()
-            samples = samples[lengths.measure(samples, self._is_closed, self.number)]
+            samples = samples[lengths.measure(samples, self._is_closed, self._key)]
             measured = time.perf_counter()
             groups, left = self._group(samples, consumed, is_last=num_read == len(lengths))
             if num_read == len(lengths) and not settings.shuffle:
@@ -350,12 +352,12 @@ class WindowEpoch(Epoch):
 
     def _measured(self) -> PlannedGroups:
         """What is planned, after the groups of a state are measured too."""
-        if self._planned.sums is None:
+        if not self._planned.sums:
             with self._making:
                 planned, lengths = self._planned, self.source.lengths
-                if planned.sums is None:
+                if not planned.sums:
                     # one that is rejected by now costs nothing, and is left out when it is read
-                    lengths.measure(planned.groups.samples, self._is_closed, self.number)
+                    lengths.measure(planned.groups.samples, self._is_closed, self._key)
                     self._planned = replace(planned, sums=self._sums(planned.groups))
         return self._planned
 

@@ -14,7 +14,6 @@ from loaders.online._length_table import ROW, STATUS, UNKNOWN, LengthTable
 from loaders.online.lengths import MeasuredPart, SampleLengths
 from loaders.online.own.streams import StreamRecords
 from loaders.online.reader import RecordReader
-from loaders.ranks import RankChecks
 
 CHUNK = 16
 """Records that are counted together: the memory of all is kept as long as one is in use."""
@@ -68,9 +67,9 @@ class OwnLengths(SampleLengths):
         read, ended, _ = self.marks[-1]
         return int(sum(read)) + (0 if all(ended) else MORE)
 
-    def open(self, reader: RecordReader, ranks: tuple[int, int], checks: RankChecks | None) -> str:
+    def open(self, reader: RecordReader, ranks: tuple[int, int]) -> str:
         """Keep what `reader` has loaded until it is given; -> what tells these records."""
-        self._reader, self.ranks, self._checks = reader, ranks, checks
+        self._reader, self.ranks = reader, ranks
         self._counter.chunk_records, self._rank = CHUNK, ranks[0]
         self._given, size = Counter[int](), str(len(reader.records))
         if isinstance(reader.records, StreamRecords):
@@ -82,12 +81,8 @@ class OwnLengths(SampleLengths):
         return f"{size} {self._counter.identity}"
 
     def restart(self, epoch: int, owners: dict[int, int], marks: list[Any] | None = None) -> None:
-        """Forget all that is loaded, but for a state's samples (`owners`), which are loaded again.
-
-        What ranks tell from now on is new.
-        """
+        """Forget all that is loaded; a state's samples (`owners`) are loaded again."""
         self.owners, (rank, size) = owners, self.ranks
-        self._begun = f"own/{self._checks.num_compared if self._checks else 0}/{epoch}"
         self._table = RecentRows()
         self._reader.close()
         if self.stream is not None:
@@ -101,11 +96,11 @@ class OwnLengths(SampleLengths):
         return np.array([self.owners[sample] for sample in samples.tolist()], np.int64)
 
     def measure(
-        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: object = 0
+        self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: str = ""
     ) -> BoolArray:
         """As for `SampleLengths`, but each rank loads its own."""
         self._states = [None] * self.ranks[1]
-        usable = super().measure(samples, is_cancelled, self._begun)
+        usable = super().measure(samples, is_cancelled, epoch)
         if self.stream is not None:
             self._add_mark(samples)
         return usable

@@ -95,8 +95,8 @@ class StreamRecords(Records):
         if self._items is None or self._is_ended or not self._can_save:
             return None
         try:
-            state = self._open.state_dict()
-            return state if json.loads(json.dumps(state)) == state else None
+            state = self._open.state_dict()  # it may go on to change
+            return plain if (plain := json.loads(json.dumps(state))) == state else None
         except Exception:  # of the user's code, or no plain values
             return None
 
@@ -112,7 +112,7 @@ class StreamRecords(Records):
         if hasattr(self._open, "set_epoch"):
             self._open.set_epoch(self._epoch)
         if self._states[start] is not None:
-            self._open.load_state_dict(self._states[start])
+            self._open.load_state_dict(copy.deepcopy(self._states[start]))
         # a state is right after this rank's item
         self._items = islice(self._open, size - 1 if start else rank, None, size)
         self._next = start * self._ranks + self._rank

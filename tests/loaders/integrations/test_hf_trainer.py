@@ -239,6 +239,9 @@ def test_an_evaluation_is_the_mean_over_all_labels_and_leaves_the_training_as_it
             metrics[f"eval_{name}_{key}"] for key in ("samples_per_second", "runtime")
         )
         assert speed * seconds == pytest.approx(num_samples, rel=0.02, abs=0.01)
+    predicted = trainer.predict(loaders["few"])
+    assert predicted.metrics["test_loss"] == metrics["eval_few_loss"]
+    assert predicted.predictions is None
     seen.clear()
     torch.manual_seed(0)
     trainer = make_trainer(build, tmp_path / "again")

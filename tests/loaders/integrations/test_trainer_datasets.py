@@ -17,6 +17,7 @@ from tiny_internvl import make_internvl  # noqa: E402
 
 from loaders import BalancedLoader  # noqa: E402
 from loaders.integrations import hf_trainer  # noqa: E402
+from loaders.integrations._trainer_args import evaluation_of  # noqa: E402
 from loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -205,6 +206,48 @@ def test_a_dataset_is_evaluated_in_order_and_its_loss_is_the_mean_over_all_label
     tokens = [{"input_ids": [1, 2], "labels": [1, 2]}]
     other = make_trainer(rows, tmp_path / "tokens", {"eval_dataset": tokens})
     assert other.eval_dataset is tokens
+    stream = Stream()
+    assert make_trainer(rows, tmp_path / "a", {"eval_dataset": stream}).eval_dataset is stream
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield {"input_ids": [1, 2], "labels": [1, 2]}
+
+
+def test_ranks_evaluate_equally_many_micro_batches_where_no_group_can_be_split(rows, tmp_path):
+    """FSDP would wait for a rank without one."""
+    records, packing = rows
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    lengths = []
+    for rank in range(2):
+        options = packing | {"dp_rank": rank, "dp_world_size": 2}
+        loader = evaluation_of(records[:1], records, args, None, options)
+        lengths.append([len(step) for step in loader])
+    assert lengths == [[1], [1]]
+
+
+def test_the_best_weights_are_loaded_and_a_second_training_goes_on(rows, tmp_path):
+    trainer = make_trainer(
+        rows,
+        tmp_path / "out",
+        {"eval_dataset": rows[0][:5]},
+        num_train_epochs=1,
+        eval_strategy="steps",
+        eval_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+    )
+    trainer.train()
+    steps, epoch = trainer.state.global_step, trainer.loader.epoch + trainer.loader.is_at_end
+    # the loss falls, so that the first evaluation's is the largest
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert (evaluated[0]["step"], epoch) == (4, 1)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[0]["eval_loss"], rel=1e-6)
+    trainer.train()
+    assert abs(trainer.state.global_step - steps) < steps / 2
+    assert trainer.loader.epoch + trainer.loader.is_at_end == 2
 
 
 def without_images(given):

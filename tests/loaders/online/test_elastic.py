@@ -4,6 +4,7 @@ import json
 import os
 
 import numpy as np
+import pytest
 
 from support.loading.online_data import open_ranks, records
 
@@ -59,3 +60,17 @@ def elastic_run(rows, folder, options, rng):
         for loader in ranks:
             loader.close()
     return given, per_group
+
+
+def test_a_resumed_runs_first_step_is_divided_by_its_own_weights(tmp_path):
+    """Its groups come from the state, and are measured again."""
+    rows = records(tmp_path, 30)
+    options = {"loss_normalizer": "step", "loss_weights": "sample", "window": 100}
+    for kind in ({"measure": "own", "max_tokens": 300}, {"shuffle": False, "max_tokens": 300}):
+        (loader,) = open_ranks(rows, 1, tmp_path, **options, **kind)
+        next(iter(loader))
+        (resumed,) = open_ranks(rows, 1, tmp_path, state=loader.state_dict(), **options, **kind)
+        for step in resumed:
+            weights = sum(float(b.loss_weights[b.labels >= 0].sum()) for b in step)
+            assert step[0].loss_normalizer == pytest.approx(weights, rel=1e-3), kind
+        loader.close()

@@ -376,24 +376,52 @@ def test_wrong_use_is_one_line(rows, folder):
         next(iter(loader))
 
 
-def test_a_picture_that_breaks_after_it_was_measured(folder):
-    rows = [record(number, [f"late/{number}.png"]) for number in range(12)]
+def late_pictures(folder):
+    """Records of pictures that tests change after they were measured."""
     (folder / "late").mkdir(exist_ok=True)
     for number in range(12):
-        file = BytesIO()
-        Pictures.new("RGB", (40, 30), (number, 0, 0)).save(file, "PNG")
-        (folder / f"late/{number}.png").write_bytes(file.getvalue())
-    (loader,) = open_ranks(rows, 1, folder, max_rejected=0.5, workers=0, max_tokens=200)
-    steps = iter(loader)
-    names = [name for batch in next(steps) for name in batch.sample_ids]
-    kept = next(number for number in range(12) if f"s{number}" not in names)
-    (folder / f"late/{kept}.png").write_bytes(b"other bytes")
+        Pictures.new("RGB", (40, 30), (number, 0, 0)).save(folder / f"late/{number}.png")
+    return [record(number, [f"late/{number}.png"]) for number in range(12)]
+
+
+def names_of(steps):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names += [name for step in steps for batch in step for name in batch.sample_ids]
+        return [name for step in steps for batch in step for name in batch.sample_ids]
+
+
+def test_a_picture_that_breaks_after_it_was_measured(folder):
+    rows = late_pictures(folder)
+    (loader,) = open_ranks(rows, 1, folder, max_rejected=0.5, workers=0, max_tokens=200)
+    steps = iter(loader)
+    names = names_of([next(steps)])
+    kept = next(number for number in range(12) if f"s{number}" not in names)
+    (folder / f"late/{kept}.png").write_bytes(b"other bytes")
+    names += names_of(steps)
     assert sorted(names) == sorted(f"s{number}" for number in range(12) if number != kept)
     assert [each.index for each in loader.rejected] == [kept]
     loader.close()
+
+
+def test_a_picture_that_is_there_again_has_random_numbers_too(folder):
+    rows, drawn = late_pictures(folder), []
+
+    def draw(batch, generators):
+        drawn.extend(map(len, (batch.sample_ids, generators)))
+        return batch
+
+    options = {"max_rejected": 0.5, "workers": 0, "batch_transform": draw}
+    for loader in open_ranks(rows, 2, folder, **options):  # which plan on with what one has lost
+        loader.is_at_end  # noqa: B018  measures
+        file = folder / "late/3.png"
+        content = file.read_bytes()
+        file.write_bytes(b"other bytes")
+        lost = "s3" not in names_of(loader)
+        file.write_bytes(content)
+        assert lost
+        names_of(loader)
+        assert drawn[::2] == drawn[1::2]
+        loader.close()
 
 
 def test_the_report_is_a_page(rows, folder):

@@ -113,6 +113,7 @@ def go_wrong(said, folder):
     cases = {
         "seed": {"seed": rank},
         "dataset": {"window": 30 + rank},
+        "state": {},
         "measuring": {},
         "rejected": {"transform": lambda row: row if row["id"] > "s3" else {}},
     }
@@ -122,6 +123,8 @@ def go_wrong(said, folder):
             loader = BalancedLoader(rows, **OPTIONS | options, rank_timeout_s=120.0)
             if name == "measuring" and rank == 1:
                 loader._lengths._measure = fails
+            if name == "state" and rank == 1:
+                loader.load_state_dict(loader.state_dict())
             said[name] = sum(1 for _ in loader)
         except (ConfigError, DataError, RankMissing) as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -134,6 +137,7 @@ def test_what_one_rank_cannot_do_is_said_on_both(tmp_path):
         assert said["dataset"].startswith(
             "ConfigError: ranks disagree: window is 30 on rank 0, 31 on"
         )
+        assert said["state"].startswith("ConfigError: ranks disagree: epochs and states begun is 1")
         assert said["measuring"].startswith("DataError: one rank failed")
         assert "the disk of rank 1 is gone" in said["measuring"]
         assert "samples cannot be used, more than max_rejected" in said["rejected"]
@@ -208,8 +212,11 @@ def test_what_a_rank_rejects_is_told_after_an_iterator_that_was_given_up():
     rows = [record(n, answer="word " * 9) | {"source": f"kind {n}"} for n in range(90)]
     rows[4] = {}
     ranks, samples = lengths_of_ranks(rows, 3), np.arange(30)
+    store = ranks[1]._exchange._store
+    keys = store.num_keys()
     with pytest.raises(Cancelled):
         ranks[1].measure(samples, iter([False, True]).__next__)
+    assert store.num_keys() == keys  # nor is a part that comes late taken for another's
     ranks[1].lose([RejectedSample(7, "s7", "kind 7", "record_changed", "other tokens")])
     for window in (samples, samples + 30):
         with ThreadPoolExecutor(3) as pool:
@@ -220,10 +227,8 @@ def test_what_a_rank_rejects_is_told_after_an_iterator_that_was_given_up():
     assert ranks[0].source_shares() == ranks[2].source_shares()
     # from the same place again: what was told there before is not what is told now
     ranks[1].lose([RejectedSample(41, "s41", "kind 41", "record_changed", "other tokens")])
-    for each in ranks:
-        each._exchange.restarts += 1
     with ThreadPoolExecutor(3) as pool:
-        again = list(pool.map(lambda each: each.measure(samples + 30, bool).tolist(), ranks))
+        again = list(pool.map(lambda each: each.measure(samples + 30, bool, "1").tolist(), ranks))
     assert again[0] == again[1] == again[2]
     assert [sorted(each.rejected) for each in ranks] == [[4, 7, 41]] * 3
     # a part names its own sources, not all that are known

@@ -2,6 +2,10 @@
 
 import json
 import os
+import sys
+import threading
+import time
+import traceback
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -329,6 +333,77 @@ def test_drop_leaves_out_what_makes_no_step():
     dropped = {each.finish_epoch() for each in ranks}
     assert dropped == {90 - len(seen)}
     assert 0 < len(seen) < 90
+
+
+def test_past_windows_are_forgotten():
+    """A stream may have no end."""
+    (rank,) = make_ranks(lambda: Lengths(2000, 6), 1, 2, window=20)
+    while take_step([rank]) is not None:
+        assert len(rank._groups._windows) + len(rank._groups._pending) < 10
+
+
+def test_all_that_wait_for_a_window_wait_for_one_maker():
+    """A second one would wait for the window after it, which other ranks may never begin."""
+    lengths, may_measure, made = Lengths(300, 7), threading.Event(), []
+    (rank,) = make_ranks(lambda: lengths, 1, 2, window=20)
+    epoch, make, measure = rank._groups, rank._groups._make, lengths.measure
+    epoch._make = lambda consumed, carried: made.append(consumed) or make(consumed, carried)
+    lengths.measure = lambda *args: may_measure.wait() and measure(*args)
+    epoch.prepare(0, np.zeros(0, np.int64))
+    waiting = [threading.Thread(target=epoch.window, args=(0, [])) for _ in range(3)]
+    for each in waiting:
+        each.start()
+        while not {"result", "_make"} & names_of_calls(each):
+            time.sleep(0.001)
+    may_measure.set()
+    for each in waiting:
+        each.join()
+    assert made.count(0) == 1
+
+
+def test_an_error_of_a_window_is_told_once():
+    """Also if it came before anyone asked: who tried again alone would wait for the other ranks."""
+    lengths, measure, tried = Lengths(60, 8), Lengths.measure, []
+    (rank,) = make_ranks(lambda: lengths, 1, 2, window=30)
+
+    def fails_once(*args):
+        tried.append(1)
+        if len(tried) == 1:
+            raise DataError("the disk is gone")
+        return measure(lengths, *args)
+
+    lengths.measure = fails_once
+    epoch, none = rank._groups, np.zeros(0, np.int64)
+    epoch.prepare(0, none)
+    while not epoch._pending[0].done():
+        time.sleep(0.001)
+    with pytest.raises(DataError, match="the disk is gone"):
+        epoch.window(0, none)
+    assert len(tried) == 1
+    assert len(epoch.window(0, none).numbers)
+
+
+def test_what_ranks_tell_is_new_wherever_they_begin():
+    """And equal where one of them has begun it in advance, and another has not."""
+    ranks, keys = make_ranks(lambda: Lengths(60, 8), 2, 1, window=30), []
+    state = take_step(ranks)[1]
+    while take_step(ranks) is not None:
+        pass
+    ranks[0].prepare_next_epoch()
+    load = partial(Steps.load, state=state)
+    for begin in (Steps.finish_epoch, load, load, partial(Steps.start_epoch, epoch=3), load):
+        for rank in ranks:
+            begin(rank)
+        take_step(ranks)
+        (key,) = {rank._groups._key for rank in ranks}
+        assert key not in keys
+        keys.append(key)
+
+
+def names_of_calls(thread):
+    """Of the functions that a thread is in."""
+    calls = traceback.walk_stack(sys._current_frames().get(thread.ident))
+    return {frame.f_code.co_name for frame, _ in calls}
 
 
 def test_emptiest_groups_wait():

@@ -57,6 +57,24 @@ class SavingStream(Stream):
         self.next = state["next"]
 
 
+class LiveStream(Stream):
+    """Its state is the one that it goes on to change."""
+
+    state = None
+
+    def __iter__(self):
+        self.state = self.state or {"next": 0}
+        for item in islice(self.items, self.state["next"], None):
+            self.state["next"] += 1
+            yield item
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
 def batches_of(ranks):
     return [batch for steps in zip(*ranks, strict=True) for step in steps for batch in step]
 
@@ -70,6 +88,7 @@ def test_samples_are_those_that_are_measured_together(rows, folder):
         "list": (rows, {}),
         "stream": (Stream(rows), {}),
         "stream with a state": (SavingStream(rows), {}),
+        "stream with a live state": (LiveStream(rows), {}),
         "files": (from_rows.to_iterable_dataset(num_shards=4), from_json),
         "shuffled": (from_rows.to_iterable_dataset(4).shuffle(1, buffer_size=20), from_json),
     }

@@ -125,7 +125,7 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
             max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, least=window
         )
         lengths = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
-        lengths.open(reader, (rank, world), None)
+        lengths.open(reader, (rank, world))
         settings = WindowSettings(
             window=max(1, window // 8) * world,
             first_window=max(1, window // 8) * world,
