@@ -9,6 +9,11 @@ so that groups hold as many samples as in full size and two cores train an epoch
 the methods follow one another; figures are medians, with the range of the ratio to ours in the same
 turn.
 
+`whole` weights are on each rank, and ranks meet once per step. `sharded` ones (FSDP2, layer by
+layer) are gathered in each pass, and gradients summed, so a micro-batch has a price of its own; a
+batch of text alone then encodes a blank tile, and a rank that has no batch left runs a blank one.
+ODB does neither by itself; it is done for it.
+
 The same for all: model, attention of each sample by itself, optimizer, one sum of gradients per
 step, caps, JPEG files, and the functions that count, decode and cut them. ODB 0.1.2 is used as its
 README shows (4 workers, prefetch of 64, exact scaling, join) with the same caps. Padded are
@@ -22,7 +27,8 @@ wall: by the clock, from the first batch on, which needs a machine that nobody e
 from making the loader to the first batch, in a process that has imported all. waits: share of the
 clock's time in which the training thread waits for a batch. MB: of a rank with its workers, shared
 pages divided by those who share them. limit: what a line through all measured micro-batches says
-of the same samples without padding, waiting or other work, in the fewest micro-batches.
+of the same samples without padding, waiting or other work, in the fewest micro-batches; of sharded
+weights with what a blank micro-batch waits for them on two ranks, which is less than on more.
 
 On more ranks steps are planned, and micro-batches take what that line says. "any / it, at most":
 no loader is faster than that many times on any machine, however much of a micro-batch's time goes
@@ -62,6 +68,7 @@ from rich.table import Table  # noqa: E402
 from balance.types import FloatArray  # noqa: E402
 
 RANKS, MANY_RANKS = 2, (8, 64)
+WEIGHTS = WHOLE, SHARDED = "whole", "sharded"
 FULL_BUFFER = "ODB, full buffer"
 GOALS = {"ODB": 1.3, FULL_BUFFER: 1.3, "random": 1.5, "grouped": 1.5}
 """Samples per second of ours over a method's, at least."""
@@ -85,6 +92,8 @@ class Found:
     micro_steps: int
     costs: list[Cost]
     """Of each micro-batch 1, its tokens, tiles and seconds of computing."""
+    price_s: float
+    """What a micro-batch of sharded weights waits for them, which is not in `costs`."""
     more: dict[str, float]
 
 
@@ -93,32 +102,27 @@ def main() -> int:
     console, missed = Console(width=132), []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        grouping = open_odb(options.odb or place / "odb")
+        odb = options.odb or place / "odb"
+        grouping = open_odb(odb)
         save_model(place / "model")
         for data, samples in zip(datasets(None), options.samples, strict=True):
             if not samples:
                 continue
             folder = Path(tempfile.mkdtemp(dir=place))
             records = write_records(folder, data, samples, place / "model")
-            tasks = tasks_of(records, place / "model", options.odb or place / "odb")
-            runs: dict[str, list[Found]] = {name: [] for name in tasks}
-            for turn in range(options.runs):
-                for name, task in tasks.items():
-                    out = folder / f"{name}-{turn}"
-                    out.mkdir()
-                    runs[name].append(found := run(task, out))
-                    console.print(
-                        f"{records.name}, {name}: {found.rate:.2f} samples/s", style="dim"
+            for weights in options.weights:
+                tasks = tasks_of(records, place / "model", odb, is_sharded=weights == SHARDED)
+                runs = measure(tasks, options.runs, folder, weights, console)
+                line, error = fitted(runs)
+                missed += judge(records, weights, runs)
+                for dp in MANY_RANKS:
+                    predicted = predict(
+                        data, dp, line, grouping, meets_in_batches=weights == SHARDED
                     )
-                console.print(as_table(records, tasks, runs))
-            line, error = fitted(runs)
-            missed += judge(records, runs)
-            for dp in MANY_RANKS:
-                predicted = predict(data, dp, line, grouping)
-                console.print(many_ranks_table(data, dp, predicted, error))
-                missed += judge_many(data, dp, predicted)
-    for line in missed:
-        console.print(f"missed: {line}", style="red")
+                    console.print(many_ranks_table(data, dp, weights, predicted, error))
+                    missed += judge_many(data, dp, weights, predicted)
+    for each in missed:
+        console.print(f"missed: {each}", style="red")
     return 1 if missed else 0
 
 
@@ -128,13 +132,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=int, nargs=3, default=[512, 512, 256], help="of each dataset; 0: not it"
     )
+    parser.add_argument(
+        "--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="on each rank, or sharded"
+    )
     parser.add_argument("--odb", type=Path, help="where ODB is, or is to be installed")
     return parser.parse_args()
 
 
-def tasks_of(records: Records, folder: Path, odb: Path) -> dict[str, Task]:
+def tasks_of(records: Records, folder: Path, odb: Path, *, is_sharded: bool) -> dict[str, Task]:
     """What each method is given, by name."""
-    own = Task(records=records, folder=folder, method="ours", odb=odb)
+    own = Task(records=records, folder=folder, method="ours", odb=odb, is_sharded=is_sharded)
     known = loads(own)
     caps = records.max_vision, records.max_tokens
     peer = replace(own, method="ODB")
@@ -146,6 +153,22 @@ def tasks_of(records: Records, folder: Path, odb: Path) -> dict[str, Task]:
 
 
 # --- runs ---
+
+
+def measure(
+    tasks: dict[str, Task], turns: int, folder: Path, weights: str, console: Console
+) -> dict[str, list[Found]]:
+    """All methods in turn, with a table after each turn."""
+    runs: dict[str, list[Found]] = {name: [] for name in tasks}
+    for turn in range(turns):
+        for name, task in tasks.items():
+            out = folder / f"{weights}-{name}-{turn}"
+            out.mkdir()
+            runs[name].append(found := run(task, out))
+            shown = f"{task.records.name}, {weights}, {name}: {found.rate:.2f} samples/s"
+            console.print(shown, style="dim")
+        console.print(as_table(weights, tasks, runs))
+    return runs
 
 
 def run(task: Task, out: Path) -> Found:
@@ -184,6 +207,7 @@ def run(task: Task, out: Path) -> Found:
         memory_mb=memory.most_mb,
         micro_steps=max(each["micro_batches"] for each in found),
         costs=[cost for each in found for cost in each["costs"]],
+        price_s=max(each["price_s"] for each in found),
         more=extra,
     )
 
@@ -223,7 +247,8 @@ def own_mb(process: int) -> float:
 # --- figures ---
 
 
-def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Found]]) -> Table:
+def as_table(weights: str, tasks: dict[str, Task], runs: dict[str, list[Found]]) -> Table:
+    records = tasks["ours"].records
     caps = f"{records.max_tokens:,} tokens and {records.max_vision} tiles of a quarter"
     table = Table(title=f"{records.name}: caps {caps}, {len(records.rows):,} samples")
     heads = ("samples/s", "ours / it", "range", "wall", "passes", "padding", "first, s", "waits")
@@ -264,11 +289,16 @@ def as_table(records: Records, tasks: dict[str, Task], runs: dict[str, list[Foun
 
 def fitted(runs: dict[str, list[Found]]) -> tuple[FloatArray, float]:
     """The line through what all runs have measured, and its mean error."""
-    return fit([cost for each in runs.values() for own in each for cost in own.costs])
+    all_runs = [own for each in runs.values() for own in each]
+    line, error = fit([cost for own in all_runs for cost in own.costs])
+    line[0] += median(own.price_s for own in all_runs)
+    return line, error
 
 
-def many_ranks_table(data: Data, dp: int, found: dict[str, Predicted], error: float) -> Table:
-    title = f"{data.name}: {dp} ranks, {len(data.counts):,} samples, predicted"
+def many_ranks_table(
+    data: Data, dp: int, weights: str, found: dict[str, Predicted], error: float
+) -> Table:
+    title = f"{data.name}, {weights} weights: {dp} ranks, {len(data.counts):,} samples, predicted"
     table = Table(title=title, caption=f"mean error of a micro-batch's time: {error:.1%}")
     for head in ("method", "samples/s", "ours / it", "any / it, at most"):
         table.add_column(head, justify="left" if head == "method" else "right")
@@ -278,14 +308,14 @@ def many_ranks_table(data: Data, dp: int, found: dict[str, Predicted], error: fl
     return table
 
 
-def judge_many(data: Data, dp: int, found: dict[str, Predicted]) -> list[str]:
+def judge_many(data: Data, dp: int, weights: str, found: dict[str, Predicted]) -> list[str]:
     """Goals that are missed on more ranks."""
-    missed = []
+    missed, place = [], f"{data.name}, {weights} weights, {dp} ranks"
     for name, each in found.items():
         least, ratio = GOALS.get(name.partition(",")[0], 0), found["ours"].rate / each.rate
         if ratio < least:
             why = f"; no loader gets above {each.most:.2f}" if each.most < least else ""
-            missed.append(f"{data.name}, {dp} ranks: {ratio:.2f} times {name}, wanted {least}{why}")
+            missed.append(f"{place}: {ratio:.2f} times {name}, wanted {least}{why}")
     return missed
 
 
@@ -294,15 +324,15 @@ def ratios_of(runs: dict[str, list[Found]], name: str) -> list[float]:
     return [own.rate / each.rate for own, each in zip(runs["ours"], runs[name], strict=True)]
 
 
-def judge(records: Records, runs: dict[str, list[Found]]) -> list[str]:
+def judge(records: Records, weights: str, runs: dict[str, list[Found]]) -> list[str]:
     """Goals that are missed."""
-    missed = []
+    missed, place = [], f"{records.name}, {weights} weights"
     for name, least in GOALS.items():
         if (ratio := median(ratios_of(runs, name))) < least:
-            missed.append(f"{records.name}: {ratio:.2f} times {name}, wanted {least}")
+            missed.append(f"{place}: {ratio:.2f} times {name}, wanted {least}")
     for field, most in (("first_s", MOST_FIRST_S), ("waits", MOST_WAITS)):
         if (value := median(getattr(each, field) for each in runs["ours"])) > most:
-            missed.append(f"{records.name}: {field} {value:.3f}, wanted {most}")
+            missed.append(f"{place}: {field} {value:.3f}, wanted {most}")
     return missed
 
 

@@ -53,8 +53,10 @@ class Predicted:
     """
 
 
-def predict(data: Data, dp: int, line: FloatArray, grouping: Any) -> dict[str, Predicted]:
-    """Each method's figures."""
+def predict(
+    data: Data, dp: int, line: FloatArray, grouping: Any, *, meets_in_batches: bool
+) -> dict[str, Predicted]:
+    """Each method's figures; with sharded weights ranks meet in each micro-batch of a step."""
     tiles, tokens = data.loads
     caps = data.limits.max_vision, data.limits.max_seq_len
     small = (tiles, tokens / FACTOR)  # of what was trained
@@ -71,7 +73,7 @@ def predict(data: Data, dp: int, line: FloatArray, grouping: Any) -> dict[str, P
         batches += [[]] * (-len(batches) % dp)
         rounds = [batches[start : start + dp] for start in range(0, len(batches), dp)]
         found[f"{method}, {size} x {accumulation}"] = _predicted(
-            rounds, data, line, is_padded=True, accumulation=accumulation
+            rounds, data, line, is_padded=True, accumulation=1 if meets_in_batches else accumulation
         )
     return found
 

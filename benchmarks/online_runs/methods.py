@@ -66,6 +66,8 @@ class Task:
     """Where ODB is installed."""
     warms_up: bool = True
     """Whether ODB begins with small buffers, as it does by default."""
+    is_sharded: bool = False
+    """Whether weights are sharded over the ranks (`modes.Sharded`)."""
 
 
 def batches(task: Task, config: Any, figures: dict[str, Any]) -> Iterator[Batch]:

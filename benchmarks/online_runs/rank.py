@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from online_runs.methods import Batch, Task, batches
 from online_runs.model import open_model
+from online_runs.modes import Replicated, Sharded
 
 LEARNING_RATE = 1e-4
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -32,11 +33,12 @@ def run_rank(rank: int, world: int, port: int, task: Task, out: str) -> None:
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
     model = open_model(task.folder)
-    figures: dict[str, Any] = {}
+    mode = Sharded(model) if task.is_sharded else Replicated(model)
+    figures: dict[str, Any] = {"price_s": mode.price_s}
     dist.barrier()
     begun = time.perf_counter()
     stream = batches(task, model.config, figures)
-    train(model, stream, task.accumulation, begun, figures)
+    train(model, mode, stream, task.accumulation, begun, figures)
     Path(out, f"rank{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     os._exit(0)  # a peer's processes would be waited for
@@ -51,6 +53,7 @@ def keep_memory() -> None:
 
 def train(
     model: Any,
+    mode: Replicated | Sharded,
     stream: Iterator[Batch],
     accumulation: int,
     begun: float,
@@ -58,32 +61,34 @@ def train(
 ) -> None:
     """All batches; ranks that have none left give zeros until all are at their end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    weights = [each for each in model.parameters() if each.requires_grad]
     done: list[Batch] = []
     costs: list[tuple[int, int, int, float]] = []
     steps: list[float] = []
+    passes_s: list[float] = []
     waits, first_s = [], 0.0
     while True:
-        own = []
+        passes_s, has_batch = [], False
         for _ in range(accumulation):
             asked = time.perf_counter()
             batch = next(stream, None)
             waits.append(time.perf_counter() - asked)
-            if not done and not own:
+            if len(waits) == 1:
                 first_s = time.perf_counter() - begun
                 dist.barrier()
                 began, used_s = time.perf_counter(), cpu_seconds(os.getpid())  # all have a batch
-            if batch is None:
+            if not mode.must_run(batch is not None):
                 break
-            tiles = len(batch.inputs.get("pixel_values", ()))
             computing = time.thread_time()
-            (model(**batch.inputs).loss * batch.scale).backward()
-            costs.append((1, batch.padded, tiles, time.thread_time() - computing))
-            batch.inputs = {"input_ids": batch.inputs["input_ids"]}
-            own.append(batch)
-        done += own
-        steps.append(sum(seconds for *_, seconds in costs[-len(own) :]) if own else 0.0)
-        if not sum_gradients(weights, bool(own)):
+            mode.run(batch)
+            passes_s.append(time.thread_time() - computing)
+            if batch is not None:
+                tiles = len(batch.inputs.get("pixel_values", ()))
+                costs.append((1, batch.padded, tiles, passes_s[-1]))
+                batch.inputs = {"input_ids": batch.inputs["input_ids"]}
+                done.append(batch)
+                has_batch = True
+        steps += mode.step_times(passes_s)
+        if not mode.finish(has_batch):
             break
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -111,17 +116,3 @@ def cpu_seconds(process: int) -> float:
         return 0.0
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own, and of ended children
     return own + sum(cpu_seconds(int(child)) for child in children)
-
-
-def sum_gradients(weights: list[torch.nn.Parameter], has_batch: bool) -> bool:
-    """Sum over the ranks; -> whether any rank had a batch."""
-    parts = [
-        torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in weights
-    ]
-    flat = torch.cat([*parts, torch.tensor([float(has_batch)])])
-    dist.all_reduce(flat)
-    start = 0
-    for each in weights:
-        each.grad = flat[start : start + each.numel()].view_as(each)
-        start += each.numel()
-    return bool(flat[-1] > 0)

@@ -5,8 +5,11 @@ import online
 import online_training
 import pytest
 import torch
+import torch.distributed as dist
 from online_runs import many_ranks, padded
 from order import with_caps
+
+from support.ranks import run_ranks
 
 
 def test_packed_and_padded_rows_have_the_logits_of_each_sample_alone(tmp_path):
@@ -88,8 +91,55 @@ def test_no_loader_is_faster_than_what_is_possible_on_any_machine():
         "random, 1 x 2": many_ranks.Predicted(rate=8.0, most=1.6),
         "grouped, 1 x 2": many_ranks.Predicted(rate=8.0, most=1.4),
     }
-    missed = online_training.judge_many(data, 8, goals)
+    missed = online_training.judge_many(data, 8, "whole", goals)
     assert [line.rpartition("; ")[2] for line in missed] == [
-        "any, 1,600 tokens, 8 ranks: 1.25 times random, 1 x 2, wanted 1.5",
+        "any, 1,600 tokens, whole weights, 8 ranks: 1.25 times random, 1 x 2, wanted 1.5",
         "no loader gets above 1.40",
     ]
+
+
+SAMPLES = [(9, 2), (6, 0), (7, 1), (5, 0), (4, 0)]
+"""Tokens and tiles; the last ones are text alone, and one rank has one batch less."""
+
+
+def gradients(said, folder):
+    """What a step of each mode gives for the same micro-batches, of which one rank has three."""
+    from online_runs import methods, model, modes  # noqa: PLC0415  imports transformers
+
+    for name, mode_of in (("whole", modes.Replicated), ("sharded", modes.Sharded)):
+        vlm = model.open_model(folder)
+        mode = mode_of(vlm)
+        own = SAMPLES[dist.get_rank() :: 2]
+        for number in range(3):
+            batch = None
+            if number < len(own):
+                torch.manual_seed(sum(own[number]))
+                ids = torch.randint(5, 400, (1, own[number][0] + 64 * own[number][1]))
+                ids[0, : 64 * own[number][1]] = vlm.config.image_token_id
+                inputs = {"input_ids": ids, "labels": ids, "spans": [[ids.shape[1]]]}
+                if own[number][1]:
+                    inputs["pixel_values"] = torch.randn(own[number][1], 3, 224, 224)
+                batch = methods.Batch(inputs | {"use_cache": False}, 0.25, [number], 1)
+            if mode.must_run(batch is not None):
+                mode.run(batch)
+        assert mode.finish(has_batch=True)
+        found = [
+            getattr(each.grad, "full_tensor", lambda own=each: own.grad)() for each in weights(vlm)
+        ]
+        said[name] = [float(each.norm()) for each in found]
+        said[f"{name} of a part"] = [float(each.flatten()[:50].sum()) for each in found]
+        assert not mode.finish(has_batch=False)
+
+
+def weights(vlm):
+    return [each for _, each in sorted(vlm.named_parameters())]
+
+
+def test_sharded_weights_get_the_gradients_of_whole_ones(tmp_path):
+    from online_runs import model  # noqa: PLC0415  imports transformers
+
+    model.save_model(tmp_path / "model")
+    for said in run_ranks(tmp_path, 2, gradients, tmp_path / "model"):
+        for part in ("", " of a part"):
+            assert said["sharded" + part] == pytest.approx(said["whole" + part], rel=1e-4, abs=1e-6)
+        assert min(said["whole"]) > 0
