@@ -318,7 +318,8 @@ class SampleLengths:
         most, measured = self._options.max_rejected, self.num_measured
         if number > most * measured and measured >= min(self._least, len(self)):
             listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common(5))
-            first = next(each for each in rejected if each.reason not in BY_CHOICE)
+            most_common = next(each for each, _ in found.most_common() if each not in BY_CHOICE)
+            first = next(each for each in rejected if each.reason == most_common)
             raise DataError(
                 f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
                 f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "

@@ -217,6 +217,11 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     with pytest.raises(DataError, match=r"samples cannot be used, more than max_rejected=0\.05"):
         batches_of([loader])
     loader.close()
+    # the first that is named is one of the most common reason
+    (loader,) = open_ranks(bad[:1] + rows, 1, folder, max_tokens=20)
+    with pytest.raises(DataError, match=r"the first is record:\d+ \(\d+ tokens, cap 20\)"):
+        batches_of([loader])
+    loader.close()
 
 
 class Failing(list):
@@ -393,6 +398,7 @@ def test_a_picture_that_breaks_after_it_was_measured(folder):
         names += [name for step in steps for batch in step for name in batch.sample_ids]
     assert sorted(names) == sorted(f"s{number}" for number in range(12) if number != kept)
     assert [each.index for each in loader.rejected] == [kept]
+    assert loader.rejected[0].detail.startswith(f"{folder}/late/{kept}.png: ")
     loader.close()
 
 
