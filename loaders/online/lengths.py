@@ -5,10 +5,12 @@ sample, or in a file that later runs use too.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from math import inf
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import DataError
+from balance.interface.command_line import messages
 from balance.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
 from loaders.online._exchange import Cancelled, RankExchange
 from loaders.online._length_table import REJECTED, ROW, SOURCE, STATUS, UNKNOWN, USABLE, LengthTable
@@ -29,6 +32,9 @@ from loaders.online._packer_door import (
     choose_limits,
 )
 from loaders.plan.epoch_groups import PlannedBuild
+
+TOLD_S = 10.0
+"""Seconds after which the first window says how far it is, and then again."""
 
 
 class Measure(Protocol):
@@ -257,6 +263,7 @@ class SampleLengths:
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> MeasuredPart:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
         unknown = samples[self._table.get(samples)[:, STATUS] == UNKNOWN]
+        told = inf if self.num_measured or self._rank else time.monotonic()
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
                 if is_cancelled():
@@ -268,6 +275,9 @@ class SampleLengths:
                 self._note(part.rejected)
                 with self._lock:  # until all ranks have it, since this window may be given up
                     self._unsent += part.rejected
+                if time.monotonic() > told + TOLD_S:  # the first step waits for this
+                    done, told = first + len(chunk), time.monotonic()
+                    messages.print(f"{done:,} of the first {len(unknown):,} samples are measured")
         except Cancelled:
             raise
         except Exception as error:

@@ -224,6 +224,15 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     loader.close()
 
 
+def test_a_slow_first_window_says_how_far_it_is(rows, folder, monkeypatch, capfd):
+    monkeypatch.setattr("loaders.online.lengths.TOLD_S", -1.0)  # as if all had taken long
+    (loader,) = open_ranks(rows, 1, folder)
+    batches_of([loader])
+    loader.close()
+    said = capfd.readouterr().err
+    assert said.splitlines() == ["40 of the first 40 samples are measured"]
+
+
 class Failing(list):
     """A dataset that raises for one record."""
 
