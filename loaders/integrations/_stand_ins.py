@@ -17,7 +17,7 @@ class StandIns:
     def __init__(self, eval_dataset: Any) -> None:
         self._given = eval_dataset
         named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-        others = [each for each in named.values() if each is not None and not _is_loader(each)]
+        others = [each for each in named.values() if not isinstance(each, StepStream | None)]
         self.has_other_data = bool(others)
         self.train: Any = _first_of(others[0] if others else None)
         self.evaluation: Any = self._replace(eval_dataset)
@@ -25,19 +25,14 @@ class StandIns:
     def with_loaders(self, made: Any) -> Any:
         """What the trainer has made of `evaluation`, with the loaders in their places."""
         if isinstance(self._given, Mapping):
-            return {
-                name: each if _is_loader(each) else made[name] for name, each in self._given.items()
-            }
-        return self._given if _is_loader(self._given) else made
+            own = self._given.items()
+            return {key: each if isinstance(each, StepStream) else made[key] for key, each in own}
+        return self._given if isinstance(self._given, StepStream) else made
 
     def _replace(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: self._replace(each) for name, each in dataset.items()}
-        return self.train if _is_loader(dataset) else dataset
-
-
-def _is_loader(dataset: Any) -> bool:
-    return isinstance(dataset, StepStream)
+        return self.train if isinstance(dataset, StepStream) else dataset
 
 
 def _first_of(dataset: Any) -> Any:

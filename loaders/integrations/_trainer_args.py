@@ -17,7 +17,7 @@ _ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "per_device_train_batch_size",
         (1, _DEFAULT_BATCH_SIZE),
-        "leave it out: a rank runs one micro-batch at a time, and its size is max_seq_len",
+        "leave it out: a rank runs one micro-batch at a time, and its size is max_tokens",
     ),
     ("auto_find_batch_size", (False,), "leave it out and use smaller caps of the groups"),
     ("train_sampling_strategy", ("random",), "leave it out: the loader has its own order"),
@@ -27,6 +27,8 @@ _ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("packing", (False,), "leave it out: samples are packed already"),
     ("padding_free", (False,), "leave it out: samples are packed already, without padding"),
     ("completion_only_loss", (None, True), "leave it out: the loader's labels are the answers'"),
+    ("assistant_only_loss", (False,), "leave it out: the loader's labels are the answers' already"),
+    ("chat_template_path", (None,), "leave it out, and give the loader or build chat_template"),
     ("label_smoothing_factor", (0,), "leave it out: it is not computed for packed samples"),
 )
 """Name, values that do not contradict, what to do; names that a trainer has not are passed over."""
@@ -44,8 +46,8 @@ def check_arguments(args: TrainingArguments, *, has_other_data: bool) -> None:
     max_length = getattr(args, "max_length", None)
     if max_length not in (None, _DEFAULT_MAX_LENGTH) and not has_other_data:
         raise ConfigError(
-            f"max_length is {max_length}; leave it out: no sample is truncated, and max_seq_len of "
-            "the build or the loader leaves out longer ones"
+            f"max_length is {max_length}; leave it out: no sample is truncated, and max_tokens of "
+            "the loader (a build's max_seq_len) leaves out longer ones"
         )
     if args.n_gpu > 1:
         raise ConfigError(

@@ -83,13 +83,8 @@ class BalancedMixin(_Base):
         loader = loader_of(train_dataset, args, model, loader_options or {})
         check_loader(args, loader)
         args.per_device_train_batch_size = 1  # so that Trainer's counts are micro-batches
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=shown.train,
-            eval_dataset=shown.evaluation,
-            **options,
-        )
+        options |= {"train_dataset": shown.train, "eval_dataset": shown.evaluation}
+        super().__init__(model=model, args=args, **options)
         # of the model before it is wrapped
         plain, config = _without_adapters(self.model), getattr(self.model, "config", None)
         if not _takes_divisor(plain):
@@ -98,7 +93,9 @@ class BalancedMixin(_Base):
             )
         self.model_accepts_loss_kwargs = True  # see `_takes_divisor`
         self.loader = self.train_dataset = loader
-        self.eval_dataset = shown.with_loaders(self.eval_dataset)
+        self.eval_dataset = found = shown.with_loaders(self.eval_dataset)
+        for each in found.values() if isinstance(found, dict) else [found]:
+            self._check_evaluation(each)  # now, and not after the steps until the first evaluation
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
         self._train_steps: TrainSteps | None = None
         self._num_own_tokens, self._weights_left_out = 0, False
@@ -194,14 +191,17 @@ class BalancedMixin(_Base):
         chosen = own[chosen] if isinstance(chosen, str) else chosen
         if not isinstance(chosen, StepStream):
             return super().get_eval_dataloader(eval_dataset)
-        if not chosen.is_evaluation:
+        self._check_evaluation(chosen)
+        return _EvaluationPass(chosen)
+
+    def _check_evaluation(self, dataset: Any) -> None:
+        """ConfigError for a loader that cannot be evaluated."""
+        if not isinstance(dataset, StepStream):
+            return
+        if not dataset.is_evaluation:
             raise ConfigError("eval_dataset is a loader that shuffles; give it shuffle=False")
         if self.compute_metrics is not None:
-            raise ConfigError(
-                "compute_metrics needs a row per sample, but samples are packed; leave it out and "
-                "use eval_loss, or iterate over the loader"
-            )
-        return _EvaluationPass(chosen)
+            raise ConfigError("compute_metrics needs a row per sample; leave it out, use eval_loss")
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """As `get_eval_dataloader`: `predict` gives a loader's loss, and no logits."""

@@ -289,8 +289,9 @@ class RecordCounter:
         blobs = _BlobsInMemory({k: v for counted, _ in parts for k, v in counted.blobs.items()})
         block, lost = pack_groups(task, 0, 1, staged, blobs)
         sources = staged.column("source").to_pylist()
+        root = "/" if self._places is None else ""  # that names of records in memory lack
         changed = [
-            RejectedSample(int(indices[row]), ids[row], sources[row], reason, detail)
+            RejectedSample(int(indices[row]), ids[row], sources[row], reason, root + detail)
             for row, reason, detail in lost
         ]
         return _stored_group(block), changed

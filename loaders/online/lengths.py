@@ -5,10 +5,12 @@ sample, or in a file that later runs use too.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from math import inf
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import DataError
+from balance.interface.command_line import messages
 from balance.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
 from loaders.online._exchange import Cancelled, RankExchange
 from loaders.online._length_table import REJECTED, ROW, SOURCE, STATUS, UNKNOWN, USABLE, LengthTable
@@ -29,6 +32,9 @@ from loaders.online._packer_door import (
     choose_limits,
 )
 from loaders.plan.epoch_groups import PlannedBuild
+
+TOLD_S = 10.0
+"""Seconds after which the first window says how far it is, and then again."""
 
 
 class Measure(Protocol):
@@ -257,6 +263,7 @@ class SampleLengths:
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> MeasuredPart:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
         unknown = samples[self._table.get(samples)[:, STATUS] == UNKNOWN]
+        told = inf if self.num_measured or self._rank else time.monotonic()
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
                 if is_cancelled():
@@ -268,6 +275,9 @@ class SampleLengths:
                 self._note(part.rejected)
                 with self._lock:  # until all ranks have it, since this window may be given up
                     self._unsent += part.rejected
+                if time.monotonic() > told + TOLD_S:  # the first step waits for this
+                    done, told = first + len(chunk), time.monotonic()
+                    messages.print(f"{done:,} of the first {len(unknown):,} samples are measured")
         except Cancelled:
             raise
         except Exception as error:
@@ -318,7 +328,8 @@ class SampleLengths:
         most, measured = self._options.max_rejected, self.num_measured
         if number > most * measured and measured >= min(self._least, len(self)):
             listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common(5))
-            first = next(each for each in rejected if each.reason not in BY_CHOICE)
+            most_common = next(each for each, _ in found.most_common() if each not in BY_CHOICE)
+            first = next(each for each in rejected if each.reason == most_common)
             raise DataError(
                 f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
                 f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "

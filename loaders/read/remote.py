@@ -294,7 +294,7 @@ class _RemoteFiles:
         """Fetch a file into the cache, if that has room for it."""
         with self._cache.writing(file.name, file.size) as descriptor:
             if descriptor is not None:
-                self._fetch(file, partial(_write_slice, descriptor))
+                self._fetch(file, lambda place, content: write_at(descriptor, content, place.start))
                 os.fsync(descriptor)  # a large one is compared by its size only from now on
 
     def _fetch(self, file: BuildFile, put: Callable[[slice, memoryview], None]) -> None:
@@ -329,10 +329,6 @@ def _wrong_file(file: BuildFile, content: pa.Buffer) -> str:
     if content.size > CHECKED_BYTES or FileChecksum(content).hexdigest() == file.checksum:
         return ""
     return "its checksum is not the manifest's"
-
-
-def _write_slice(descriptor: int, place: slice, content: memoryview) -> None:
-    write_at(descriptor, content, place.start)
 
 
 class RemoteMedia:

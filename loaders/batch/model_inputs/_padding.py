@@ -23,17 +23,12 @@ def padded_text(batch: MicroBatch, num_rows: int, config: Any, family: ModelFami
     borders = torch.cat([batch.cu_seqlens[:num_rows], batch.cu_seqlens[-1:]])
     own = replace(batch, sample_ids=batch.sample_ids[:num_rows], cu_seqlens=borders)
     rows = own.padded(_pad_token_id(config))
-    masks: Arguments = _joined(
-        [family.masks(_of_one_row(own, rows, row), config) for row in range(num_rows)]
-    )
+    texts = [{name: rows[name][row] for name in rows} for row in range(num_rows)]
+    alone = [_with_text(own, own.sample_ids[:1], text) for text in texts]  # one row each, for masks
+    masks: Arguments = _joined([family.masks(row, config) for row in alone])
     positions = family.positions(_with_text(own, own.sample_ids, rows), config)
     shape = *positions.shape[:-2], *rows["input_ids"].shape
     return rows | masks | {"position_ids": positions.reshape(shape)}
-
-
-def _of_one_row(batch: MicroBatch, rows: dict[str, Tensor], row: int) -> MicroBatch:
-    """A row as a micro-batch of one sample, for masks."""
-    return _with_text(batch, batch.sample_ids[:1], {name: rows[name][row] for name in rows})
 
 
 def _with_text(

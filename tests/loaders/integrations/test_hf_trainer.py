@@ -260,3 +260,9 @@ def test_an_evaluation_that_could_not_end_or_would_not_be_made_is_refused(build,
     given = {"compute_metrics": lambda prediction: {}}
     with pytest.raises(ConfigError, match="compute_metrics needs a row per sample"):
         make_trainer(build, tmp_path, given=given).evaluate(evaluation(build))
+    # of what the trainer is given, before it trains
+    for each in (evaluation(build), {"docs": evaluation(build)}):
+        with pytest.raises(ConfigError, match="compute_metrics needs a row per sample"):
+            make_trainer(build, tmp_path, given=given | {"eval_dataset": each})
+    with pytest.raises(ConfigError, match="a loader that shuffles; give it shuffle=False"):
+        make_trainer(build, tmp_path, given={"eval_dataset": shuffled})

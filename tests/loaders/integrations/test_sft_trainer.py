@@ -153,7 +153,9 @@ def test_options_of_trl_that_packed_samples_contradict_are_refused(build, tmp_pa
         ("packing", True, "samples are packed already"),
         ("padding_free", True, "without padding"),
         ("completion_only_loss", False, "labels"),
+        ("assistant_only_loss", True, "labels are the answers' already"),
+        ("chat_template_path", "template.jinja", "give the loader or build chat_template"),
         ("max_length", 512, "no sample is truncated"),
     ):
-        with pytest.raises(ConfigError, match=rf"^{name} is {value}; .*{match}"):
+        with pytest.raises(ConfigError, match=rf"^{name} is {value!r}; .*{match}"):
             make_trainer(build, tmp_path, options={name: value})

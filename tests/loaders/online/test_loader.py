@@ -217,6 +217,20 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     with pytest.raises(DataError, match=r"samples cannot be used, more than max_rejected=0\.05"):
         batches_of([loader])
     loader.close()
+    # the first that is named is one of the most common reason
+    (loader,) = open_ranks(bad[:1] + rows, 1, folder, max_tokens=20)
+    with pytest.raises(DataError, match=r"the first is record:\d+ \(\d+ tokens, cap 20\)"):
+        batches_of([loader])
+    loader.close()
+
+
+def test_a_slow_first_window_says_how_far_it_is(rows, folder, monkeypatch, capfd):
+    monkeypatch.setattr("loaders.online.lengths.TOLD_S", -1.0)  # as if all had taken long
+    (loader,) = open_ranks(rows, 1, folder)
+    batches_of([loader])
+    loader.close()
+    said = capfd.readouterr().err
+    assert said.splitlines() == ["40 of the first 40 samples are measured"]
 
 
 class Failing(list):
@@ -400,6 +414,7 @@ def test_a_picture_that_breaks_after_it_was_measured(folder):
     names += names_of(steps)
     assert sorted(names) == sorted(f"s{number}" for number in range(12) if number != kept)
     assert [each.index for each in loader.rejected] == [kept]
+    assert loader.rejected[0].detail.startswith(f"{folder}/late/{kept}.png: ")
     loader.close()
 
 
