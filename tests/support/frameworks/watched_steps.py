@@ -11,7 +11,7 @@ from itertools import count
 
 from loaders.integrations import hf_trainer
 
-IDS, KILLED = os.environ["WATCHED_IDS"], int(os.environ.get("WATCHED_KILL", "0"))
+IDS, KILLED = os.environ.get("WATCHED_IDS"), int(os.environ.get("WATCHED_KILL", "0"))
 make_inputs, train = hf_trainer.model_inputs, hf_trainer.BalancedMixin.training_step
 numbers = count(1)
 
@@ -29,5 +29,6 @@ def killed_step(self, *args, **options):
     return loss
 
 
-hf_trainer.model_inputs = noted_inputs
-hf_trainer.BalancedMixin.training_step = killed_step
+if IDS is not None:  # pytest imports all modules, to find doctests
+    hf_trainer.model_inputs = noted_inputs
+    hf_trainer.BalancedMixin.training_step = killed_step
