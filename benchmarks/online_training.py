@@ -250,7 +250,8 @@ def own_mb(process: int) -> float:
 def as_table(weights: str, tasks: dict[str, Task], runs: dict[str, list[Found]]) -> Table:
     records = tasks["ours"].records
     caps = f"{records.max_tokens:,} tokens and {records.max_vision} tiles of a quarter"
-    table = Table(title=f"{records.name}: caps {caps}, {len(records.rows):,} samples")
+    title = f"{records.name}, {weights} weights: caps {caps}, {len(records.rows):,} samples"
+    table = Table(title=title)
     heads = ("samples/s", "ours / it", "range", "wall", "passes", "padding", "first, s", "waits")
     for head in ("method", *heads, "MB", "micro-steps"):
         table.add_column(head, justify="left" if head == "method" else "right")
