@@ -1,4 +1,4 @@
-"""A rank of a run: forward, backward and a sum of gradients for each step, on one core."""
+"""A rank of a run: forward and backward passes and summed gradients, on one core."""
 
 from __future__ import annotations
 
@@ -59,12 +59,11 @@ def train(
     begun: float,
     figures: dict[str, Any],
 ) -> None:
-    """All batches; ranks that have none left give zeros until all are at their end."""
+    """All batches; ranks that have none left give zeros, or run blank ones, until all are done."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     done: list[Batch] = []
     costs: list[tuple[int, int, int, float]] = []
     steps: list[float] = []
-    passes_s: list[float] = []
     waits, first_s = [], 0.0
     while True:
         passes_s, has_batch = [], False
