@@ -65,7 +65,9 @@ class Turn:
     text: str
     """Raw text with a marker for each image, video and clip."""
     more: str = ""
-    """JSON object of more keys of the message: `tool_calls`; in the first turn also `tools`."""
+    """JSON object of the message's other keys; in the first turn also the record's `tools`."""
+    learned: bool | tuple[Span, ...] | None = None
+    """Whether it has labels: None as its role says; or the characters of `text` that have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
