@@ -47,5 +47,9 @@ def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple
     if missing == 0:
         return turns
     first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked = replace(turns[first], text=f"{marker}\n" * missing + turns[first].text)
+    added = f"{marker}\n" * missing
+    learned = turns[first].learned
+    if isinstance(learned, tuple):  # characters, which all move
+        learned = tuple((start + len(added), end + len(added)) for start, end in learned)
+    marked = replace(turns[first], text=added + turns[first].text, learned=learned)
     return (*turns[:first], marked, *turns[first + 1 :])
