@@ -214,6 +214,7 @@ class BalancedLoader(StepStream):
             least=packing.window,
             packing=packing.packing,
             is_alone=config.dp_world_size == 1,
+            tells=is_leader,
         )
         is_own, extras = packing.measure == "own", packing.keep_columns
         kept, windows = (sys.maxsize, OwnWindows) if is_own else (KEPT_BYTES, WindowGroups)
@@ -333,6 +334,7 @@ class BalancedLoader(StepStream):
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
             "measured": self._lengths.num_measured,
             "rejected": dict(Counter(each.reason for each in self.rejected)),
+            "never_read": {name: dict(keys) for name, keys in self._lengths.never_read.items()},
             "sources": self._lengths.source_shares(),
             "limits": None if limits is None else asdict(limits),
             "explained": self.explained,

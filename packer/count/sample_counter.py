@@ -22,7 +22,9 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
+from packer.records.fields import unread_texts
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
+from packer.records.reading import Reading
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.records.user_map import load_map
@@ -49,6 +51,8 @@ STAGED_SCHEMA = pa.schema(
         ("loss_spans", _INTS),  # start, end, start, end, ... in `input_ids`
         ("images", pa.list_(_IMAGE)),  # and videos, in the order of the text
         ("audios", pa.list_(_AUDIO)),
+        ("unread", _TEXT),  # paths of keys that nothing reads, as `unread_texts` gives them
+        ("unread_values", _TEXT),
     ]
 )
 """One row per record read: the staged form between counting and writing."""
@@ -155,6 +159,7 @@ class SampleCounter:
         self._model = model = settings.model
         self._map = None if settings.map is None else load_map(settings.map)
         self.tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
+        self._reading = Reading(keep_columns=settings.keep_columns)
         self._files = FileCounter(model, decode_images=settings.decode_images)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)
@@ -184,7 +189,8 @@ class SampleCounter:
         return Counted(pa.Table.from_pylist(rows, schema=schema), bytes(blob.content))
 
     def _parse(self, record: RawRecord, source: str, root: str) -> RawSample | Rejected:
-        sample, keep = parse_record(record, source), self._settings.keep_columns
+        keep = self._settings.keep_columns
+        sample = parse_record(record, source, self._reading)
         if isinstance(sample, Rejected):
             return sample
         base = self._settings.base
@@ -261,6 +267,9 @@ class SampleCounter:
             "loss_spans": np.ravel(text.loss_spans),
             "images": [blob.row_of(each) for each in both],
             "audios": [blob.row_of(audio) for audio in audios],
+            **dict(
+                zip(("unread", "unread_values"), unread_texts(sample.unread) or (), strict=False)
+            ),
             **({"extras": sample.extras} if sample.extras else {}),
         }
 

@@ -5,7 +5,7 @@ without any list of keys that a new schema could forget.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 NO_MEANING = frozenset(
@@ -117,61 +117,57 @@ MOST_PATHS = 200
 """Paths to tell apart, of a source: records whose keys are data would have millions."""
 OTHERS = "(other keys)"
 
-
-class UnreadCounts:
-    """Paths that were never read: number of records, and the first value."""
-
-    def __init__(self, found: Mapping[str, tuple[int, str]] | None = None) -> None:
-        self._found: dict[str, tuple[int, str]] = dict(found or {})
-
-    def add(self, path: str, number: int, example: str) -> None:
-        """Count `number` more records with this path."""
-        if path not in self._found and len(self._found) >= MOST_PATHS:
-            path = OTHERS
-        before, first = self._found.get(path, (0, example))
-        self._found[path] = before + number, first
-
-    def add_record(self, unread: Iterable[Unread]) -> None:
-        """Count the unread paths of a record, each once."""
-        for path, example in dict(reversed(list(unread))).items():
-            self.add(path, 1, example)
-
-    def update(self, others: "UnreadCounts") -> None:
-        """Count those of more records, which come after."""
-        for path, (number, example) in others._found.items():
-            self.add(path, number, example)
-
-    def without(self, takes: Callable[[str], bool]) -> "UnreadCounts":
-        """Those whose path is not taken otherwise."""
-        return UnreadCounts({p: each for p, each in self._found.items() if not takes(p)})
-
-    def as_json(self) -> dict[str, list[Any]]:
-        """Path -> [records, example], in the order of appearance."""
-        return {path: list(each) for path, each in self._found.items()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "UnreadCounts":
-        """What `as_json` gave."""
-        return cls({path: (int(number), str(first)) for path, (number, first) in values.items()})
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
+NeverRead = dict[str, tuple[int, str]]
+"""Path -> records that have it, and its first value, in the order of appearance."""
 
 
-def unread_line(found: Mapping[str, Mapping[str, Any]], most: int = 4) -> str:
-    """One line of what was never read, by source -> path -> [records, example].
+def unread_texts(unread: Sequence[Unread]) -> tuple[str, str] | None:
+    """The unread paths of a record and their values, as JSON each; None without any.
 
-    >>> unread_line({"vqa": {"options": [3040, '["A", "B"]'], "level": [12, '"hard"']}})
+    Two texts, because those of the paths are the same few in all records of a source.
+    """
+    found = dict(reversed(unread))
+    if not found:
+        return None
+    paths, values = zip(*reversed(found.items()), strict=True)
+    return json.dumps(paths, ensure_ascii=False), json.dumps(values, ensure_ascii=False)
+
+
+def never_read(rows: Iterable[tuple[str, int, str]]) -> NeverRead:
+    """What records have that was never read.
+
+    `rows`: paths as `unread_texts` gives them, the records with these, and the values of the first;
+    in the order of those first records.
+    """
+    found: NeverRead = {}
+    for paths, number, values in rows:
+        pairs = zip(json.loads(paths), json.loads(values), strict=True)
+        add_never_read(found, {path: (number, value) for path, value in pairs})
+    return found
+
+
+def add_never_read(found: NeverRead, more: NeverRead) -> None:
+    """Add what later records have."""
+    for path, (number, example) in more.items():
+        name = path if path in found or len(found) < MOST_PATHS else OTHERS
+        before, first = found.get(name, (0, ""))
+        found[name] = before + number, first or example
+
+
+def never_read_line(by_source: Mapping[str, NeverRead], most: int | None = 4) -> str:
+    """One line of what was never read, the most frequent first; empty without any.
+
+    >>> never_read_line({"vqa": {"options": (3040, '["A", "B"]'), "level": (12, '"hard"')}})
     'never read: options (3,040 records, e.g. ["A", "B"]), level (12 records, e.g. "hard")'
     """
-    joined = UnreadCounts()
-    for paths in found.values():
-        joined.update(UnreadCounts.from_json(paths))
-    listed = sorted(joined.as_json().items(), key=lambda each: -each[1][0])
-    told = [f"{path} ({_records(number)}, e.g. {first})" for path, (number, first) in listed]
-    if len(told) > most:
-        told[most:] = [f"and {len(told) - most} more"]
-    return f"never read: {', '.join(told)}" if told else ""
+    joined: NeverRead = {}
+    for paths in by_source.values():
+        add_never_read(joined, paths)
+    listed = sorted(joined.items(), key=lambda each: -each[1][0])
+    texts = [f"{path} ({_records(number)}, e.g. {first})" for path, (number, first) in listed]
+    if most is not None and len(texts) > most + 1:
+        texts[most:] = [f"and {len(texts) - most} more"]
+    return f"never read: {', '.join(texts)}" if texts else ""
 
 
 def _records(number: int) -> str:

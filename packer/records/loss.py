@@ -16,7 +16,7 @@ A weight between 0 and 1 is refused, and so is a list that does not fit the turn
 such as the loss that another training had, says nothing here: it is not read, and so reported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -45,14 +45,9 @@ def turn_learned(turn: Fields, role: str, text: str) -> Learned:
     SampleProblem for a weight between 0 and 1, and for keys that contradict one another.
     """
     said: dict[str, bool] = {}
-    for key in (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED):
-        value = _switch(turn, key)
-        if value is None:
-            continue
-        value = value is not (key in _REVERSED)
-        # 1 means that nothing is changed, where only answers can be switched off
-        if not value or key in _OF_ANY_TURN or role == "assistant":
-            said[key] = value
+    if LOSS_KEYS.isdisjoint(turn):  # nearly all
+        return None
+    said = _said(turn, role)
     if len(set(said.values())) > 1:
         raise _refused(f"{' and '.join(turn.path(key) for key in said)} say different things")
     learned = next(iter(said.values()), None)
@@ -60,17 +55,33 @@ def turn_learned(turn: Fields, role: str, text: str) -> Learned:
         learned = None  # as without the key
     for key in _DETAILS:
         if isinstance(details := turn.peek(key), list) and details:
-            turn[key]
-            return _by_ranges(details, text, learned, role, turn.path(key))
+            return _by_ranges(turn[key], text, learned, role, turn.path(key))
     return learned
 
 
-def record_learned(record: Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Turns with what the record itself says about its loss.
+def _said(turn: Fields, role: str) -> dict[str, bool]:
+    """What each key of a turn says, as far as it changes anything."""
+    said: dict[str, bool] = {}
+    for key in (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED):
+        value = _switch(turn, key)
+        if value is None:
+            continue
+        learned = value is not (key in _REVERSED)
+        # 1 changes nothing where only answers can be switched off
+        if not learned or key in _OF_ANY_TURN or role == "assistant":
+            said[key] = learned
+    return said
+
+
+def record_learned(
+    record: Fields, turns: tuple[Turn, ...], kept: Collection[str]
+) -> tuple[Turn, ...]:
+    """Turns with what the record itself says about its loss, but for the columns `kept`.
 
     SampleProblem `not_learned` for a record that says it is not to be learned.
     """
-    for key in (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED):
+    keys = (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED)
+    for key in (key for key in keys if key in record and key not in kept):
         value = record.peek(key)
         if key in _LISTS and isinstance(value, Sequence) and not isinstance(value, str | bytes):
             if len(value) > 0:

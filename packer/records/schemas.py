@@ -93,12 +93,12 @@ def parse_record(
         return RawSample(
             sample_id=sample_id,
             source=source,
-            turns=record_learned(fields, content.turns),
+            turns=record_learned(fields, content.turns, reading.keep_columns),
             images=content.images,
             audios=content.audios,
             videos=content.videos,
             turns_path=content.turns_path,
-            unread=tuple(fields.unread()),
+            unread=tuple(each for each in fields.unread() if each[0] not in reading.keep_columns),
         )
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
