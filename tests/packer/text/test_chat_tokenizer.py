@@ -61,9 +61,11 @@ PARTS_TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'ASSISTANT: ' }}{%- endif -%}
 """
+# Texts of no loop over messages, of which the last is written otherwise.
 REWRITING_TEMPLATE = """
-{%- for message in messages -%}
-    {{ '<|im_start|>' + (message.content if loop.last else 'earlier') + '<|im_end|>' }}
+{%- set texts = messages | map(attribute='content') | list -%}
+{%- for text in texts -%}
+    {{ '<|im_start|>' + (text if loop.last else text | upper) + '<|im_end|>' }}
 {%- endfor -%}
 """
 
