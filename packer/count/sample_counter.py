@@ -69,6 +69,8 @@ class CountSettings:
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
+    template_date: str | None = None
+    """Day that the chat template writes, YYYY-MM-DD; see `ChatTokenizer.load`."""
     keep_columns: tuple[str, ...] = ()
     map: str | None = None
     """`module:function`, applied to each record first."""
@@ -154,7 +156,9 @@ class SampleCounter:
         self._settings = settings
         self._model = model = settings.model
         self._map = None if settings.map is None else load_map(settings.map)
-        self.tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
+        self.tokenizer = ChatTokenizer.for_model(
+            model, settings.tokenizer, settings.chat_template, settings.template_date
+        )
         self._files = FileCounter(model, decode_images=settings.decode_images)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)

@@ -8,12 +8,11 @@ reserves for use inside a program, with numbers between them, so no letter of a 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Span = tuple[int, int]
-"""First character or token, and the one after the last."""
+from packer.text.turn import Span
 
 # Unicode reserves these characters for use inside a program: no text for others has them.
 _OPEN, _CLOSE = "\ufdd8", "\ufdd9"
@@ -65,48 +64,44 @@ class Places:
 
 def read_marks(marked: str) -> Places:
     """What the marks of a rendered text say."""
-    pieces: list[str] = []
+    # text, kind, number, message, text, kind, number, message, ..., text
+    split = _MARK.split(marked)
     turns: dict[int, list[Span]] = {}
-    generated: list[Span] = []
     edges: dict[int, list[int]] = {}
-    open_loops: list[tuple[int, int]] = []  # (loop, message), outer ones first
-    begin = length = done = end_of_turns = 0
-    for match in _MARK.finditer(marked):
-        piece = marked[done : match.start()]
-        done = match.end()
-        if piece:
-            pieces.append(piece)
-            _add(turns, open_loops, (length, length + len(piece)))
-            length += len(piece)
-        kind = match[1]
+    borders: dict[str, list[int]] = {"g": [], "h": [], "z": [0]}
+    open_loops: dict[int, int] = {}  # loop -> message, outer ones first
+    length = 0
+    marks = zip(split[1::4], split[2::4], split[3::4], strict=True)
+    for piece, (kind, number, message) in zip(split[::4], [*marks, ("", "", "")], strict=True):
+        if piece and open_loops:
+            written = turns.setdefault(next(reversed(open_loops.values())), [])
+            _add(written, (length, length + len(piece)))
+        length += len(piece)
         if kind == "e":
-            edges.setdefault(int(match[2]), []).append(length)
-        elif kind == "g":
-            begin = length
-        elif kind == "h":
-            generated.append((begin, length))
-        else:
-            # the end of a loop, and a new round, end all that is inside of the round before
-            loops = [loop for loop, _ in open_loops]
-            if (loop := int(match[2])) in loops:
-                del open_loops[loops.index(loop) :]
-                end_of_turns = length if kind == "z" else end_of_turns
-            if kind == "t":
-                open_loops.append((loop, int(match[3])))
-    if piece := marked[done:]:
-        pieces.append(piece)
-        _add(turns, open_loops, (length, length + len(piece)))
-    return Places("".join(pieces), turns, generated, edges, end_of_turns)
+            edges.setdefault(int(number), []).append(length)
+        elif kind == "t":
+            _close(open_loops, int(number))
+            open_loops[int(number)] = int(message)
+        elif kind in ("g", "h") or (kind == "z" and _close(open_loops, int(number))):
+            borders[kind].append(length)
+    generated = list(zip(borders["g"], borders["h"], strict=True))
+    return Places("".join(split[::4]), turns, generated, edges, borders["z"][-1])
 
 
-def _add(turns: dict[int, list[Span]], open_loops: Sequence[tuple[int, int]], span: Span) -> None:
-    if not open_loops:
-        return
-    written = turns.setdefault(open_loops[-1][1], [])
-    if written and written[-1][1] == span[0]:
-        written[-1] = (written[-1][0], span[1])
+def _close(open_loops: dict[int, int], loop: int) -> bool:
+    """Whether a loop was open; its new round, or its end, ends all loops inside of it too."""
+    if loop not in open_loops:
+        return False
+    while open_loops.popitem()[0] != loop:
+        pass
+    return True
+
+
+def _add(spans: list[Span], span: Span) -> None:
+    if spans and spans[-1][1] == span[0]:
+        spans[-1] = (spans[-1][0], span[1])
     else:
-        written.append(span)
+        spans.append(span)
 
 
 _BORDER = re.compile(r"[\n>\]:]")

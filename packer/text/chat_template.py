@@ -21,9 +21,8 @@ from jinja2 import TemplateError
 
 from packer.text import template_environment
 from packer.text._turn_places import (
-    Places,
     PlaceMarks,
-    Span,
+    Places,
     edge,
     holds_marks,
     merged,
@@ -32,6 +31,7 @@ from packer.text._turn_places import (
     split_by_turn,
 )
 from packer.text.template_environment import compile_template, reads_the_date
+from packer.text.turn import Span
 
 Message = Mapping[str, Any]
 """`role`, and `content`: a string, or a list of `{"type": "text", "text": ...}` and
@@ -42,6 +42,8 @@ Learned = bool | Sequence[Span] | None
 
 DEFAULT_DATE = date(2026, 1, 1)
 """What `strftime_now` gives where no date is given: the same text on any day."""
+MOST_SAID = 2000
+"""Characters of an error that a template raises."""
 MOST_OUTLINES = 4096
 """Shapes of conversations to remember."""
 MANY_ANSWERS = 48
@@ -117,7 +119,8 @@ class ChatTemplate:
         try:
             return template_environment.render(template, variables)
         except _ERRORS as error:
-            raise TemplateRefusedError(f"the chat template refuses it: {error}") from None
+            said = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:MOST_SAID])
+            raise TemplateRefusedError(f"the chat template refuses it: {said}") from None
 
     def render_with_answers(
         self, messages: Sequence[Message], tools: Any = None
@@ -337,17 +340,13 @@ class ChatTemplate:
             if len(answers) < MANY_ANSWERS or roles not in prompts:
                 prompts[roles] = self._prompt(messages, i, tools)
             (first, end), *later = pieces
-            prompt = prompts[roles]
-            begin = prompt_end(full[first:end], prompt, is_first=first == 0)
-            if begin is None:
-                # a turn that goes on after a tool's answer or another of its own has no header
-                if i == 0 or messages[i - 1]["role"] not in ("assistant", "tool"):
-                    raise refusal
-                begin = 0
-            spans.append((first + begin, end))
-            spans += later
-            if i + 1 == len(messages) and spans[-1][1] >= places.end_of_turns:
-                spans[-1] = (spans[-1][0], len(full))
+            begin = prompt_end(full[first:end], prompts[roles], is_first=first == 0)
+            # a turn that goes on after a tool's answer or another of its own has no header
+            if begin is None and roles[-1:] not in (("assistant",), ("tool",)):
+                raise refusal
+            spans += [(first + (begin or 0), end), *later]
+        if messages[-1]["role"] == "assistant" and spans[-1][1] >= places.end_of_turns:
+            spans[-1] = (spans[-1][0], len(full))
         return spans
 
     def _prompt(self, messages: Sequence[Message], i: int, tools: Any) -> str:

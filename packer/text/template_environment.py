@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import wraps
 from typing import Any
@@ -92,11 +92,31 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
         raise TemplateLimitError("it takes more memory than there is") from None
 
 
+def _joined(pieces: Iterable[str]) -> str:
+    """All that a template writes, in one text."""
+    # in runs, whose lengths are summed up without a loop of our own
+    waiting = iter(pieces)
+    run = list(itertools.islice(waiting, _PIECES))
+    if len(run) < _PIECES:
+        if sum(map(len, run)) > MOST_CHARS:
+            raise _too_long()
+        return "".join(run)
+    written: list[str] = []
+    length = 0
+    while run:
+        written.append("".join(run))
+        length += len(written[-1])
+        if length > MOST_CHARS:
+            raise _too_long()
+        run = list(itertools.islice(waiting, _PIECES))
+    return "".join(written)
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """transformers' environment, quicker with messages, and with limits."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
-    concat = staticmethod(lambda pieces: _joined(pieces))
+    concat = staticmethod(_joined)
 
     marks_turns = False
     _steps = 0
@@ -140,9 +160,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Any:
         """`text.format`, unless a width in it is too large."""
-        if isinstance(whole := getattr(value, "__self__", None), str):
-            if value.__name__ in ("format", "format_map"):
-                _require_widths(whole)
+        whole = getattr(value, "__self__", None)
+        if isinstance(whole, str) and value.__name__ in ("format", "format_map"):
+            _require_widths(whole)
         return super().wrap_str_format(value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -164,13 +184,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         if self.marks_turns:
             _mark_turns(tree)
-        for body in [each.body for each in tree.find_all((nodes.For, nodes.Macro))]:
-            body.insert(0, nodes.ExprStmt(nodes.Const(_STEP)))
-        for block in tree.find_all(nodes.CallBlock):
-            block.body.insert(0, nodes.ExprStmt(nodes.Const(_STEP)))
+        for loop in tree.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(nodes.Const(_STEP)))
+        for macro in tree.find_all(nodes.Macro):
+            macro.body.insert(0, nodes.ExprStmt(nodes.Const(_STEP)))
         return tree
 
 
+# ruff: noqa: N802  (the methods of a code generator are named after nodes)
 class _Generator(CodeGenerator):
     """Python code of a template that counts its steps and checks what it joins."""
 
@@ -189,13 +210,13 @@ class _Generator(CodeGenerator):
         super()._output_child_pre(node, frame, finalize)
         self._is_shown = isinstance(node, nodes.Add | nodes.Concat)
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._visit_sum(node, frame, super().visit_Add)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self._visit_sum(node, frame, super().visit_Concat)
 
-    def visit_Mod(self, node: nodes.Mod, frame: Frame) -> None:
+    def visit_Mod(self, node: nodes.BinExpr, frame: Frame) -> None:
         """`loop.index0 % 2` is no text's format, and in every turn of many templates."""
         if isinstance(node.left, nodes.Getattr) and node.left.attr.startswith("index"):
             self.write("(")
@@ -249,7 +270,7 @@ def _mark_turns(tree: nodes.Template) -> None:
     the part. Whether a value is a message is known when the template is rendered.
     """
     numbers = itertools.count()
-    for parent in list(tree.find_all(nodes.Node)) + [tree]:
+    for parent in [*tree.find_all(nodes.Node), tree]:
         for _, value in parent.iter_fields():
             if not isinstance(value, list):
                 continue
@@ -296,8 +317,10 @@ def _taken(node: nodes.Node, name: str) -> nodes.Expr | None:
 def _mark_of(value: nodes.Expr, number: int, loop: nodes.For) -> nodes.Output:
     function = nodes.Name(_TURN, "load")
     call = nodes.Call(function, [value, nodes.Const(number)], [], None, None)
-    output = nodes.Output([call]).set_lineno(loop.lineno)
-    output.set_environment(loop.environment)
+    output = nodes.Output([call])
+    output.set_lineno(loop.lineno)
+    if loop.environment is not None:
+        output.set_environment(loop.environment)
     return output
 
 
@@ -341,53 +364,34 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _require_small_filter(name: str, given: Sequence[Any]) -> None:
+    """TemplateLimitError if a filter would make a much longer text than it is given."""
+    texts = [each for each in given if isinstance(each, str)]
+    numbers = [abs(each) for each in given if isinstance(each, int)]
+    _require_length(max(numbers, default=0))
+    if name == "format" and texts:
+        _require_widths(texts[0])
+    elif name == "replace" and len(texts) > 2:
+        _require_small("replace", texts[0], texts[1:], {})
+    elif name == "join":
+        lists = [each for each in given if isinstance(each, list | tuple)]
+        _require_small("join", texts[-1] if texts else "", lists, {})
+    elif name == "indent" and texts:
+        _require_length(len(texts[0]) + texts[0].count("\n") * max(numbers, default=4))
+
+
 def _limited(filter_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter, unless it makes a much longer text than it is given."""
 
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        for each in given:
-            if isinstance(each, int):
-                _require_length(abs(each))
-        texts = [each for each in given if isinstance(each, str)]
-        if filter_name == "format" and texts:
-            _require_widths(texts[0])
-        if filter_name == "replace" and len(texts) > 2:
-            _require_small("replace", texts[0], texts[1:], {})
-        if filter_name == "join":
-            for pieces in given:
-                if isinstance(pieces, list | tuple):
-                    _require_small("join", texts[-1] if texts else "", [pieces], {})
-        if filter_name == "indent" and texts:
-            widths = [each for each in given if isinstance(each, int)]
-            _require_length(len(texts[0]) + texts[0].count("\n") * max(widths, default=4))
+        _require_small_filter(filter_name, [*args, *kwargs.values()])
         result = function(*args, **kwargs)
         if type(result) in _SIZED:
             _require_length(len(result))
         return result
 
     return limited
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    """All that a template writes, in one text."""
-    # in runs, whose lengths are summed up without a loop of our own
-    waiting = iter(pieces)
-    run = list(itertools.islice(waiting, _PIECES))
-    if len(run) < _PIECES:
-        if sum(map(len, run)) > MOST_CHARS:
-            raise _too_long()
-        return "".join(run)
-    written: list[str] = []
-    length = 0
-    while run:
-        written.append("".join(run))
-        length += len(written[-1])
-        if length > MOST_CHARS:
-            raise _too_long()
-        run = list(itertools.islice(waiting, _PIECES))
-    return "".join(written)
 
 
 # --- the environment ---
