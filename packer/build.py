@@ -94,7 +94,7 @@ class Builder:
         self.model = find_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer_source or str(demo_tokenizer_path())
         self.tokenizer = ChatTokenizer.for_model(
-            self.model, self.tokenizer_path, config.chat_template
+            self.model, self.tokenizer_path, config.chat_template, config.template_date
         )
         _check_token(self.model, self.tokenizer)
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
@@ -191,10 +191,12 @@ class Builder:
         if not self.staging.samples.exists():
             self._note_missing(dataset)
             self._note_processor()
+            self._note_date()
             settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
                 chat_template=config.chat_template,
+                template_date=self.tokenizer.template_date,
                 keep_columns=config.kept_columns,
                 map=config.map,
                 decode_images=config.check_images == "decode",
@@ -241,6 +243,11 @@ class Builder:
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
             self._note(f"note: {self.model.description}, {unknown}")
+
+    def _note_date(self) -> None:
+        """Say which day a chat template writes that asks for today's."""
+        if day := self.tokenizer.template_date:
+            self._note(f"note: the chat template writes a date: {day} (--template-date)")
 
     def _note(self, text: str) -> None:
         self.progress.console.print(escape(text), highlight=False, soft_wrap=True)

@@ -176,6 +176,7 @@ class RecordCounter:
         *,
         tokenizer: str | None = None,
         chat_template: str | None = None,
+        template_date: str | None = None,
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
         places: RecordTable | None = None,
@@ -201,6 +202,7 @@ class RecordCounter:
                 model=self.model,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
+                template_date=template_date,
                 keep_columns=keep_columns,
                 base=str(Path(data_root or ".").resolve()) if places is None else None,
             )

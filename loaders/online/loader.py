@@ -74,6 +74,8 @@ class PackingConfig:
     """Folder or Hub id; by default the model's."""
     chat_template: str | None = None
     """Name of one of the tokenizer's templates, a .jinja file, or a template."""
+    template_date: str | None = None
+    """Day (YYYY-MM-DD) that a template writes which asks for today's, as of `packer build`."""
     data_root: str | None = None
     """Folder that relative paths of images and audio files begin at. By default the current one;
     of a dataset that is named by its place, as of `packer build --data-root`.
@@ -131,6 +133,7 @@ class PackingOptions(LoaderOptions, total=False):
     cache_key: str | None
     tokenizer: str | Path | None
     chat_template: str | Path | None
+    template_date: str | None
     data_root: str | Path | None
     keep_columns: tuple[str, ...]
     transform: Transform | None

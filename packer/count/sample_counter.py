@@ -8,7 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
-from packer.records.fields import unread_texts
+from packer.records.fields import Unread, example_of, unread_texts
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
 from packer.records.reading import Reading
 from packer.records.record import RawRecord, RawSample, Rejected
@@ -73,6 +73,8 @@ class CountSettings:
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
+    template_date: str | None = None
+    """Day that the chat template writes, YYYY-MM-DD; see `ChatTokenizer.load`."""
     keep_columns: tuple[str, ...] = ()
     map: str | None = None
     """`module:function`, applied to each record first."""
@@ -158,7 +160,9 @@ class SampleCounter:
         self._settings = settings
         self._model = model = settings.model
         self._map = None if settings.map is None else load_map(settings.map)
-        self.tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
+        self.tokenizer = ChatTokenizer.for_model(
+            model, settings.tokenizer, settings.chat_template, settings.template_date
+        )
         self._reading = Reading(keep_columns=settings.keep_columns)
         self._files = FileCounter(model, decode_images=settings.decode_images)
         rules = model.vision, model.video
@@ -268,10 +272,23 @@ class SampleCounter:
             "images": [blob.row_of(each) for each in both],
             "audios": [blob.row_of(audio) for audio in audios],
             **dict(
-                zip(("unread", "unread_values"), unread_texts(sample.unread) or (), strict=False)
+                zip(
+                    ("unread", "unread_values"),
+                    unread_texts(_unread(sample, text)) or (),
+                    strict=False,
+                )
             ),
             **({"extras": sample.extras} if sample.extras else {}),
         }
+
+
+def _unread(sample: RawSample, text: EncodedText) -> Sequence[Unread]:
+    """Keys of the record that nothing reads, and fields of turns that the chat template leaves."""
+    unread = list(sample.unread)
+    for turn, key in text.unused:
+        path = key if key == "tools" else f"{sample.turns_path}.{key}"
+        unread.append((path, example_of(json.loads(sample.turns[turn].more).get(key))))
+    return unread
 
 
 def _written(markup: MediaMarkup, files: list[CountedFile]) -> list[str]:

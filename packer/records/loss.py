@@ -1,4 +1,4 @@
-"""What a record says about its loss: turns that are learned, and those that are not. Pure.
+"""What a record says of its loss: which turns are learned. Pure.
 
 | key | its author's tool | 0 or false | 1 or true |
 |---|---|---|---|

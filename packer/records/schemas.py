@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
-from packer.records._tool_calls import read_tool_calls, with_tools
+from packer.records._message_fields import read_fields, with_tools
 from packer.records.fields import Fields, is_empty
 from packer.records.loss import LOSS_KEYS, record_learned, turn_learned
 from packer.records.media import (
@@ -237,7 +237,7 @@ def _turn(item: Any, number: int, parts: _Parts) -> Turn:
     if isinstance(text, list):
         several = (item.inner(part, "content[]") for part in text)
         text = "".join(_part(part, number, parts) for part in several)
-    text, more = read_tool_calls(item, str(given).strip().lower(), text, number)
+    text, more = read_fields(item, str(given).strip().lower(), text, number)
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the text of turn {number} is a {type(text).__name__}")
     return Turn(role, text, more, turn_learned(item, role, text))
