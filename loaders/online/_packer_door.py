@@ -170,7 +170,7 @@ class RecordCounter:
     row_bytes = 0
     empty_group = EMPTY_GROUP
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: str | ModelPreset,
         *,

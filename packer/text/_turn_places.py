@@ -1,4 +1,4 @@
-"""Marks in a rendered text -> the places of its turns, of what is generated, and of edges.
+"""Marks in a rendered text -> places of its turns, and of what is generated.
 
 For `packer.text.chat_template`. A template's own loop over the messages says which turn it is
 writing (`template_environment.compile_template` with `marks_turns`), so each turn has its place in
