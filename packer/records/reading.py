@@ -20,4 +20,7 @@ class Reading:
     """Marks of places that match no file: reject the sample, or keep them as text."""
     image_tokens: tuple[str, ...] = ()
     """The model's own strings for an image, which mark places too."""
+    video_tokens: tuple[str, ...] = ()
+    audio_tokens: tuple[str, ...] = ()
     seed: int = 0
+    """Of answers that are drawn."""

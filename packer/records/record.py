@@ -33,6 +33,8 @@ REASONS: dict[str, str] = {
     "marker_without_image": "the text has more <image> markers than the sample has images",
     "marker_without_video": "the text has more <video> markers than the sample has videos",
     "marker_without_audio": "the text has more <audio> markers than the sample has audio files",
+    "unknown_mark": "a mark of a place, such as <image2>, matches no file of the sample",
+    "grounding": "the boxes of `objects` cannot be written into the text",
     "chat_template": "the tokenizer's chat template refuses the conversation",
     "control_token": "the text holds a control token's string and cannot be told apart from it",
     "outside_data_root": "a path leads out of the data root",

@@ -10,18 +10,20 @@ from typing import Any
 
 from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from packer.records._tool_calls import read_tool_calls, with_tools
+from packer.records.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.media import (
     FILE_KEYS,
     Media,
     SampleProblem,
-    files_of,
     media_of,
     media_of_base64,
     media_of_part,
 )
+from packer.records.reading import Reading
 from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Record, Rejected, is_deep
 from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
 
+DEFAULT_READING = Reading()
 _Places = list[Media | None]
 """Files of parts of messages; None where a part only marks a place."""
 
@@ -57,11 +59,14 @@ RECORD_KEYS: frozenset[str] = frozenset(
     {"id", "__key__", "source", "system", "tools", "image_info", "status", "error_message"}
     | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS}
     | {key for keys in FILE_KEYS.values() for key in keys}
+    | NUMBERED_KEYS.keys()
 )
 """Every key that is read: the columns worth reading of a table."""
 
 
-def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
+def parse_record(
+    record: RawRecord, source: str, reading: Reading = DEFAULT_READING
+) -> RawSample | Rejected:
     """The sample in a record of the dataset `source`, unless it names another `source` itself.
 
     Its id is in `id` or `__key__`; without either, it is the record's place.
@@ -73,7 +78,7 @@ def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
             raise SampleProblem(record.reason, record.broken)
         if not isinstance(record.value, Mapping):
             raise SampleProblem("not_an_object", f"it is a {type(record.value).__name__}")
-        content = _content(record.value)
+        content = _content(record.value, reading)
         files = content.images, content.audios, content.videos
         return RawSample(sample_id, source, content.turns, *files)
     except SampleProblem as problem:
@@ -100,7 +105,7 @@ def _text(value: Any, key: str) -> str:
 # --- conversations ---
 
 
-def _conversation(record: Record) -> Content:
+def _conversation(record: Record, reading: Reading) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
     given = [_rows(_parsed(record, key)) for key in ("conversations", "messages")]
     found = [raw for raw in given if isinstance(raw, Sequence) and not isinstance(raw, str) and raw]
@@ -116,20 +121,20 @@ def _conversation(record: Record) -> Content:
     files = {kind: _files(record, kind, given) for kind, given in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    return with_files(turns, files)
+    return with_files(turns, files, reading, column_numbers(record))
 
 
-def _pairs(record: Record) -> Content:
+def _pairs(record: Record, reading: Reading) -> Content:
     """The Cauldron's `texts`: a list of one user and one assistant text each."""
     messages = [
         {"role": role, "content": pair.get(role)}
         for pair in _rows(record["texts"])
         for role in ("user", "assistant")
     ]
-    return _conversation({**record, "messages": messages, "conversations": None})
+    return _conversation({**record, "messages": messages, "conversations": None}, reading)
 
 
-def _question(record: Record) -> Content:
+def _question(record: Record, reading: Reading) -> Content:
     """One question and its answer, as in FLAN; an `instruction` may have an `input`."""
     keys = next(keys for keys in QUESTIONS_AND_ANSWERS if _has(record, *keys))
     question, answer = (record[key] for key in keys)
@@ -141,7 +146,7 @@ def _question(record: Record) -> Content:
         messages = [*question, *answer]
     else:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _conversation({**record, "messages": messages, "conversations": None})
+    return _conversation({**record, "messages": messages, "conversations": None}, reading)
 
 
 # --- turns ---
@@ -155,7 +160,7 @@ def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, _Places]]:
 
 def _files(record: Record, kind: str, places: _Places) -> list[Media]:
     """The files that parts of messages bring, else those of the record."""
-    files = [each for each in places if each is not None] or files_of(record, kind)
+    files = [each for each in places if each is not None] or record_files(record, kind)
     if places and not files:
         bad = f"{len(places)} parts of the type {kind} for 0 files"
         raise SampleProblem(f"marker_without_{kind}", bad)
@@ -219,7 +224,7 @@ def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
 # --- documents ---
 
 
-def _mmc4(record: Record) -> Content:
+def _mmc4(record: Record, _reading: Reading) -> Content:
     """MMC4: `text_list`, and in `image_info` the sentence that each image precedes."""
     before: dict[int, list[Media]] = {}
     sentences, infos = record["text_list"], record.get("image_info") or []
@@ -247,7 +252,7 @@ def _mmc4_image(info: Record) -> Media:
     return media_of(info.get("image_name") or info.get("raw_url"), "image")
 
 
-def _obelics(record: Record) -> Content:
+def _obelics(record: Record, _reading: Reading) -> Content:
     """OBELICS: `images` and `texts` of equal length, at each place one of the two."""
     images, texts = record["images"], record["texts"]
     if len(images) != len(texts):
@@ -262,12 +267,12 @@ def _obelics(record: Record) -> Content:
     return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
-def _caption(record: Record) -> Content:
+def _caption(record: Record, _reading: Reading) -> Content:
     """An image, a video or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
     text = _first(record, *CAPTION_KEYS, "text")
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the caption is a {type(text).__name__}")
-    files = {kind: files_of(record, kind) for kind in MARKERS}
+    files = {kind: record_files(record, kind) for kind in MARKERS}
     if not any(files.values()):
         raise _no_image(record)
     markers = "".join(marker * len(files[kind]) for kind, marker in MARKERS.items())
@@ -286,16 +291,17 @@ def _no_image(record: Record) -> SampleProblem:
     return SampleProblem("missing_image", "a caption without an image")
 
 
-def _document_text(record: Record) -> Content:
+def _document_text(record: Record, reading: Reading) -> Content:
     """Plain text; with images, `<image>` marks their places."""
     text = record["text"]
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
-    files = {kind: files_of(record, kind) for kind in MARKERS}
+    files = {kind: record_files(record, kind) for kind in MARKERS}
     if not files["image"]:
         text = plain_text(text)
-    (turn,) = with_files((Turn(DOCUMENT, text),), files).turns
-    return _document(turn.text, files)
+    placed = with_files((Turn(DOCUMENT, text),), files, reading, column_numbers(record))
+    images, videos, audios = placed.images, placed.videos, placed.audios
+    return _document(placed.turns[0].text, {"image": images, "video": videos, "audio": audios})
 
 
 def _document(text: str, files: Files) -> Content:
@@ -310,10 +316,10 @@ def _document(text: str, files: Files) -> Content:
 # --- the schema of a record ---
 
 
-def _content(record: Record) -> Content:
+def _content(record: Record, reading: Reading) -> Content:
     for fits, read in _SCHEMAS:
         if fits(record):
-            return read(record)
+            return read(record, reading)
     known = "`conversations`, `messages`, `text`, a caption, or a question and an answer"
     has = ", ".join(map(str, record))[:200]
     raise SampleProblem("no_conversation", f"it has the keys {has}; expected {known}")
@@ -324,7 +330,7 @@ def _is_captioned(record: Record) -> bool:
     return is_linked_pair or _first(record, *CAPTION_KEYS) is not None
 
 
-_SCHEMAS: tuple[tuple[Callable[[Record], bool], Callable[[Record], Content]], ...] = (
+_SCHEMAS: tuple[tuple[Callable[[Record], bool], Callable[[Record, Reading], Content]], ...] = (
     (lambda record: _first(record, "conversations", "messages") is not None, _conversation),
     (lambda record: _has(record, "text_list"), _mmc4),
     (lambda record: _are_objects(_rows(record.get("texts"))), _pairs),
