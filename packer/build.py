@@ -188,6 +188,7 @@ class Builder:
                 chat_template=config.chat_template,
                 keep_columns=config.kept_columns,
                 map=config.map,
+                reading=config.reading,
                 decode_images=config.check_images == "decode",
                 follow_links=config.follow_links,
                 chunk_records=config.chunk_records,

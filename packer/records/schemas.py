@@ -10,6 +10,8 @@ from typing import Any
 
 from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from packer.records._tool_calls import read_tool_calls, with_tools
+from packer.records.answers import HUB_KEYS, one_answer_each
+from packer.records.choices import CHOICE_KEYS, LETTER_KEYS, with_choices
 from packer.records.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.media import (
     FILE_KEYS,
@@ -19,11 +21,10 @@ from packer.records.media import (
     media_of_base64,
     media_of_part,
 )
-from packer.records.reading import Reading
+from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Record, Rejected, is_deep
 from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
 
-DEFAULT_READING = Reading()
 _Places = list[Media | None]
 """Files of parts of messages; None where a part only marks a place."""
 
@@ -52,6 +53,7 @@ PAIR_KEYS = ("width", "image_phash")
 URL_KEYS = ("url", "URL", "raw_url")
 CONTENT_KEYS: frozenset[str] = frozenset(
     {"conversations", "messages", "text_list", "texts", "text", *CAPTION_KEYS}
+    | {"query", "captions"}
     | {key for keys in QUESTIONS_AND_ANSWERS for key in keys}
 )
 """A record without any of these has none of the schemas."""
@@ -59,7 +61,7 @@ RECORD_KEYS: frozenset[str] = frozenset(
     {"id", "__key__", "source", "system", "tools", "image_info", "status", "error_message"}
     | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS}
     | {key for keys in FILE_KEYS.values() for key in keys}
-    | NUMBERED_KEYS.keys()
+    | {*NUMBERED_KEYS, *HUB_KEYS, *CHOICE_KEYS, *LETTER_KEYS, "objects"}
 )
 """Every key that is read: the columns worth reading of a table."""
 
@@ -69,8 +71,16 @@ def parse_record(
 ) -> RawSample | Rejected:
     """The sample in a record of the dataset `source`, unless it names another `source` itself.
 
-    Its id is in `id` or `__key__`; without either, it is the record's place.
+    Its id is in `id` or `__key__`; without either, it is the record's place. Of several samples
+    (`Reading.answers`) it is the first.
     """
+    return parse_records(record, source, reading)[0]
+
+
+def parse_records(
+    record: RawRecord, source: str, reading: Reading = DEFAULT_READING
+) -> list[RawSample | Rejected]:
+    """The samples in a record: one, or with `Reading.answers` "all" one for each answer."""
     sample_id = id_of(record.value, f"{source}:{record.position}")
     source = _text(record.value, "source") or source
     try:
@@ -78,7 +88,16 @@ def parse_record(
             raise SampleProblem(record.reason, record.broken)
         if not isinstance(record.value, Mapping):
             raise SampleProblem("not_an_object", f"it is a {type(record.value).__name__}")
-        content = _content(record.value, reading)
+        samples = one_answer_each(record.value, QUESTIONS_AND_ANSWERS, reading, sample_id)
+    except SampleProblem as problem:
+        return [Rejected(sample_id, source, problem.reason, problem.detail)]
+    return [_parse(value, sample_id + suffix, source, reading) for suffix, value in samples]
+
+
+def _parse(record: Record, sample_id: str, source: str, reading: Reading) -> RawSample | Rejected:
+    """The sample in a record of one answer."""
+    try:
+        content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
         files = content.images, content.audios, content.videos
         return RawSample(sample_id, source, content.turns, *files)
     except SampleProblem as problem:
