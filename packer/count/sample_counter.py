@@ -22,6 +22,7 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
+from packer.records.grounding import ImageSize, with_objects
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import RawRecord, RawSample, Rejected
@@ -225,6 +226,10 @@ class SampleCounter:
                 images = [self._files.count_image(root, each, several) for each in sample.images]
                 videos = [self._files.count_video(root, each) for each in sample.videos]
             audios = self._files.count_audios(root, sample.audios)
+            if sample.objects is not None:
+                sizes = [_size(image) for image in images]
+                turns = with_objects(sample.turns, sample.objects, self._model.name, sizes)
+                sample = replace(sample, turns=turns)
         except SampleProblem as problem:
             files = chain(sample.images, sample.videos, sample.audios)
             files = chain.from_iterable((each, *each.frames) for each in files)
@@ -279,6 +284,14 @@ class SampleCounter:
             "audios": [blob.row_of(audio) for audio in audios],
             **({"extras": sample.extras} if sample.extras else {}),
         }
+
+
+def _size(image: CountedFile) -> ImageSize:
+    """An image's sizes for its boxes; without a plan it is not resized."""
+    width, height = int(image.numbers["width"]), int(image.numbers["height"])
+    plan = image.plan
+    resized = (width, height) if plan is None else (plan.resized_width, plan.resized_height)
+    return ImageSize(width, height, *resized)
 
 
 def _written_marks(markup: MediaMarkup | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Question columns of the Hub, and which of several answers or captions a sample has. Pure.
+"""Which of several answers or captions a sample has: question columns of the Hub. Pure.
 
 For `packer.records.schemas`, before it looks for a schema. A record with a list of answers becomes
 one question with one answer, by `Reading.answers`:

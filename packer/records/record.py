@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packer.records.grounding import Objects
 from packer.records.media import Media
 from packer.text.chat_tokenizer import Turn
 
@@ -102,6 +103,8 @@ class Content:
     images: tuple[Media, ...] = ()
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
+    objects: Objects | None = None
+    """What the texts' `<ref-object>` and `<bbox>` mean, until the images' sizes are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class RawSample:
     images: tuple[Media, ...]
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
+    objects: Objects | None = None
+    """As of `Content`."""
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
 

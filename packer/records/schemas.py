@@ -6,12 +6,14 @@ text, a caption and an interleaved document (MMC4, OBELICS) are one turn with th
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from packer.records._tool_calls import read_tool_calls, with_tools
 from packer.records.answers import HUB_KEYS, one_answer_each
 from packer.records.choices import CHOICE_KEYS, LETTER_KEYS, with_choices
+from packer.records.grounding import OBJECTS_KEY, read_objects
 from packer.records.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.media import (
     FILE_KEYS,
@@ -61,7 +63,7 @@ RECORD_KEYS: frozenset[str] = frozenset(
     {"id", "__key__", "source", "system", "tools", "image_info", "status", "error_message"}
     | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS}
     | {key for keys in FILE_KEYS.values() for key in keys}
-    | {*NUMBERED_KEYS, *HUB_KEYS, *CHOICE_KEYS, *LETTER_KEYS, "objects"}
+    | {*NUMBERED_KEYS, *HUB_KEYS, *CHOICE_KEYS, *LETTER_KEYS, OBJECTS_KEY}
 )
 """Every key that is read: the columns worth reading of a table."""
 
@@ -99,7 +101,7 @@ def _parse(record: Record, sample_id: str, source: str, reading: Reading) -> Raw
     try:
         content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
         files = content.images, content.audios, content.videos
-        return RawSample(sample_id, source, content.turns, *files)
+        return RawSample(sample_id, source, content.turns, *files, content.objects)
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
 
@@ -140,7 +142,9 @@ def _conversation(record: Record, reading: Reading) -> Content:
     files = {kind: _files(record, kind, given) for kind, given in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    return with_files(turns, files, reading, column_numbers(record))
+    content = with_files(turns, files, reading, column_numbers(record))
+    objects = read_objects(record, turns, files["image"] or content.images, content.images)
+    return content if objects is None else replace(content, objects=objects)
 
 
 def _pairs(record: Record, reading: Reading) -> Content:

@@ -55,9 +55,17 @@ class ControlTokens:
         """Whether `text` is free of the private characters that `protect` needs."""
         return _PRIVATE.search(text) is None
 
-    def protect(self, content: str) -> str:
-        """Content with a private character for each control string (step 1)."""
-        return self._pattern.sub(lambda match: chr(_LETTERS + self._number[match[0]]), content)
+    def protect(self, content: str, tokens: frozenset[str] = frozenset()) -> str:
+        """Content with a private character for each control string (step 1).
+
+        `tokens` are control strings that are meant as such.
+        """
+        return self._pattern.sub(
+            lambda match: (
+                match[0] if match[0] in tokens else chr(_LETTERS + self._number[match[0]])
+            ),
+            content,
+        )
 
     def alias(self, rendered: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
         """Rendered text with aliases for the template's control strings (step 2), and spans in it.

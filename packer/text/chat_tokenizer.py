@@ -68,6 +68,8 @@ class Turn:
     """JSON object of the message's other keys; in the first turn also the record's `tools`."""
     learned: bool | tuple[Span, ...] | None = None
     """Whether it has labels: None as its role says; or the characters of `text` that have them."""
+    tokens: tuple[str, ...] = ()
+    """Control strings that are tokens where `text` has them, and no letters: of boxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +238,12 @@ class ChatTokenizer:
             return TextRejected(
                 "invalid_utf8", f"character {error.start} of the conversation is {found}"
             )
-        protected = self._control.occur_in(self._writer.blank(content))
+        tokens = frozenset(token for turn in turns for token in turn.tokens)
+        protected = self._control.occur_in(_without(self._writer.blank(content), tokens))
         if protected and not self._control.can_protect(content):
             both = "the text has a control token's string and private-use characters"
             return TextRejected("control_token", both)
-        guard = self._control.protect if protected else str
+        guard = partial(self._control.protect, tokens=tokens) if protected else str
         is_document = any(turn.role == DOCUMENT for turn in turns)
         try:
             if is_document:
@@ -376,6 +379,12 @@ class ChatTokenizer:
             return self._template.render([message]).count(expected) == 1
         except TemplateRefusedError:
             return False
+
+
+def _without(text: str, tokens: frozenset[str]) -> str:
+    for token in tokens:
+        text = text.replace(token, "\0")
+    return text
 
 
 def _only_turn(turns: Sequence[Turn]) -> Turn:
