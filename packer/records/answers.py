@@ -1,7 +1,7 @@
-"""Which of several answers or captions a sample has: question columns of the Hub. Pure.
+"""Which of several answers or captions a sample has. Pure.
 
-For `packer.records.schemas`, before it looks for a schema. A record with a list of answers becomes
-one question with one answer, by `Reading.answers`:
+For `packer.records.schemas`, before it looks for a schema. A record with a list of answers
+(question columns of the Hub) becomes one question with one answer, by `Reading.answers`:
 
 - "first": the first of the list;
 - "drawn": one by the seed and the sample's id, so the order of reading does not matter. All that

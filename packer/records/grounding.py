@@ -1,4 +1,4 @@
-"""ms-swift's `<ref-object>` and `<bbox>`, filled in from a record's `objects`. Pure.
+"""ms-swift's `<ref-object>` and `<bbox>`, filled in from `objects`. Pure.
 
 For `packer.records.schemas`, which reads `objects`, and `packer.count.sample_counter`, which knows
 the images' sizes and writes the boxes as ms-swift's template of the model does:

@@ -1,4 +1,4 @@
-"""Marks of places other than `<image>` in raw texts, and which file each means. Pure.
+"""Marks of places other than `<image>`, and which file each means. Pure.
 
 For `packer.records.schemas`. A mark is rewritten to the marker of its kind, and the files are put
 into the order of the text, so that all that follows knows markers in order and nothing else. Kinds:
