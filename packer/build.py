@@ -199,6 +199,7 @@ class Builder:
                 template_date=self.tokenizer.template_date,
                 keep_columns=config.kept_columns,
                 map=config.map,
+                reading=config.reading,
                 decode_images=config.check_images == "decode",
                 follow_links=config.follow_links,
                 chunk_records=config.chunk_records,

@@ -62,6 +62,7 @@ class BuildIdentity:
             "num_samples": dataset.num_samples,
             **{key: getattr(self.config, key) for key in keys},
             **({"map": load_map(self.config.map).identity()} if self.config.map else {}),
+            **({"reading": reading} if (reading := self.config.reading.identity()) else {}),
             **({"keep_columns": list(kept)} if (kept := self.config.kept_columns) else {}),
             **asdict(self.config.group_options),
         }

@@ -9,6 +9,7 @@ from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.caps import GroupOptions
 from balance.model_folder.find_model import find_model, is_folder
 from packer.count.pool import default_workers
+from packer.records.reading import Answers, Choices, Reading, UnknownMarks
 from packer.sources.dataset import DEMO
 from shards.manifest import ShardFormat
 
@@ -127,6 +128,28 @@ class BuildConfig:
             " through: record -> record, list of records, or None or a text that says why not."
         ),
     ] = None
+    choices: Annotated[
+        Choices,
+        Option(
+            "What becomes of `options` or `choices` next to a question, and of columns A, B, ...:"
+            " letters: lines 'A. cat' after it, and a number as its answer becomes a letter;"
+            " report: not read. Default: report."
+        ),
+    ] = "report"
+    answers: Annotated[
+        Answers,
+        Option(
+            "Of a question's list of answers, or an image's list of captions: first; drawn, one by"
+            " --seed and the id; or all, a sample for each. Default: first."
+        ),
+    ] = "first"
+    unknown_marks: Annotated[
+        UnknownMarks,
+        Option(
+            "Marks such as <image3> that match no file of their sample: reject the sample, or keep"
+            " them as text. Default: reject."
+        ),
+    ] = "reject"
     keep_columns: Annotated[
         tuple[str, ...],
         Option(
@@ -165,6 +188,16 @@ class BuildConfig:
         """The names in `keep_columns`, each once."""
         names = (name.strip() for given in self.keep_columns for name in given.split(","))
         return tuple(dict.fromkeys(filter(None, names)))
+
+    @property
+    def reading(self) -> Reading:
+        """How records are read; the model's own marks come with the model."""
+        return Reading(
+            choices=self.choices,
+            answers=self.answers,
+            unknown_marks=self.unknown_marks,
+            seed=self.seed,
+        )
 
     @property
     def tokenizer_source(self) -> str:

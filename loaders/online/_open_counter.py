@@ -15,7 +15,7 @@ from balance.model_folder.find_model import is_folder
 from balance.presets import MediaMarkup, ModelPreset
 from loaders.config import LoaderConfig
 from loaders.online._encode_counter import EncodedCounter
-from loaders.online._packer_door import RecordCounter, RecordTable
+from loaders.online._packer_door import Reading, RecordCounter, RecordTable
 from shards.stored_group import EMPTY_GROUP
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _OF_IMAGES = ("images", "image_transform", "pixel_dtype", "exact_resize", "reduced_decode")
 """Options that the decoding of images has."""
+_OF_READING = ("choices", "answers", "unknown_marks")
+"""Options of reading records, which `encode=` does itself."""
 _NO_LENGTH = 1 << 30
 """`model_max_length` from which on a tokenizer of transformers says none."""
 
@@ -49,6 +51,8 @@ def open_counter(
     if options.encode is not None:
         kind = partial(EncodedCounter, encode=options.encode, cache_key=options.cache_key)
     names = ("chat_template", "template_date", "data_root", "keep_columns")
+    how = {name: getattr(options, name) for name in _OF_READING}
+    kind = partial(kind, reading=Reading(**how, seed=config.seed))
     kind = partial(kind, places=places, **{name: getattr(options, name) for name in names})
     if options.processor is not None:
         with _saved(options.processor, options.model) as folder:
@@ -79,9 +83,12 @@ def _check(options: "PackingConfig", config: LoaderConfig) -> None:
     is_alone = has_encode and not has_processor and options.model is None
     names += ["tokenizer", "data_root"] if is_alone else []
     wrong = [name for name in names if getattr(options, name) is not None]
+    if has_encode:
+        default = Reading()
+        wrong += [name for name in _OF_READING if getattr(options, name) != getattr(default, name)]
     if is_alone:
-        default = LoaderConfig()
-        wrong += [name for name in _OF_IMAGES if getattr(config, name) != getattr(default, name)]
+        usual = LoaderConfig()
+        wrong += [name for name in _OF_IMAGES if getattr(config, name) != getattr(usual, name)]
     if wrong:
         ways = [name for name in ("model", "processor", "encode") if getattr(options, name)]
         raise ConfigError(f"{', '.join(wrong)}: of no use with {'= and '.join(ways)}=; leave out")

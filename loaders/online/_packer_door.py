@@ -32,6 +32,7 @@ from packer.demo.dataset import demo_tokenizer_path
 from packer.format_text import visible
 from packer.progress import StageProgress
 from packer.records.fields import NeverRead, add_never_read, never_read_line
+from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import BY_CHOICE, RawRecord
 from packer.records.user_map import ALL_COLUMNS
 from packer.sources.dataset import Dataset
@@ -45,6 +46,7 @@ __all__ = [
     "GroupOptions",
     "NeverRead",
     "RawRecord",
+    "Reading",
     "RecordCounter",
     "RecordTable",
     "add_never_read",
@@ -170,7 +172,7 @@ class RecordCounter:
     row_bytes = 0
     empty_group = EMPTY_GROUP
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - options by name, as of `PackingConfig`
         self,
         model: str | ModelPreset,
         *,
@@ -180,6 +182,7 @@ class RecordCounter:
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
         places: RecordTable | None = None,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         """`model` and `tokenizer` as in `packer build`; the demo's tokenizer for no known model.
 
@@ -204,6 +207,7 @@ class RecordCounter:
                 chat_template=chat_template,
                 template_date=template_date,
                 keep_columns=keep_columns,
+                reading=reading,
                 base=str(Path(data_root or ".").resolve()) if places is None else None,
             )
         )
@@ -212,6 +216,9 @@ class RecordCounter:
         self.image_token_id = self.tokenizer.image_token_id
         rules = blake2b(repr(self.model).encode(), digest_size=8).hexdigest()
         self.identity = f"{self.model.name} {rules} {self.tokenizer.hash[:16]}"
+        if options := reading.identity():
+            drawn = {"seed": reading.seed} if reading.answers == "drawn" else {}
+            self.identity += f" {options | drawn}"
         """Changes whenever the same record could be counted otherwise."""
         self._write = WriteConfig(
             out="",

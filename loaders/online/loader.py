@@ -82,6 +82,16 @@ class PackingConfig:
     """
     keep_columns: tuple[str, ...] = ()
     """Columns of the records that micro-batches give as `extras`."""
+    choices: Literal["report", "letters"] = "report"
+    """Of `options` or `choices` next to a question: "report": not read; "letters": lettered lines
+    after it, and an answer that is a number becomes a letter.
+    """
+    answers: Literal["first", "drawn", "all"] = "first"
+    """Of a list of answers or captions: the first, or one "drawn" by the seed and the id. "all" is
+    for `packer build`: here a record is one sample.
+    """
+    unknown_marks: Literal["reject", "text"] = "reject"
+    """Marks such as `<image3>` that match no file: reject the sample, or keep them as text."""
     transform: Transform | None = None
     """Function record -> record, called for each record before it is measured or read; it must give
     the same each time.
@@ -121,6 +131,11 @@ class PackingConfig:
             least = 0 if name == "max_vision" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        if self.answers == "all":
+            raise ConfigError(
+                "answers='all' makes several samples of a record, and here each is one; use 'first'"
+                " or 'drawn', or packer build --answers all"
+            )
         if not 0 <= self.max_rejected <= 1:
             raise ConfigError(f"max_rejected is {self.max_rejected}; it must be in 0..1")
 
@@ -136,6 +151,9 @@ class PackingOptions(LoaderOptions, total=False):
     template_date: str | None
     data_root: str | Path | None
     keep_columns: tuple[str, ...]
+    choices: Literal["report", "letters"]
+    answers: Literal["first", "drawn", "all"]
+    unknown_marks: Literal["reject", "text"]
     transform: Transform | None
     measure: Literal["together", "own"]
     is_sharded: bool

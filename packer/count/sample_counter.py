@@ -23,10 +23,11 @@ from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
 from packer.records.fields import Unread, example_of, unread_texts
+from packer.records.grounding import ImageSize, with_objects
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
-from packer.records.reading import Reading
+from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import RawRecord, RawSample, Rejected
-from packer.records.schemas import parse_record
+from packer.records.schemas import parse_records
 from packer.records.user_map import load_map
 from packer.sources.base import Chunk
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
@@ -78,6 +79,8 @@ class CountSettings:
     keep_columns: tuple[str, ...] = ()
     map: str | None = None
     """`module:function`, applied to each record first."""
+    reading: Reading = DEFAULT_READING
+    """The model's own marks are added to it."""
     decode_images: bool = False
     follow_links: bool = False
     """Read files through links that lead out of the data root."""
@@ -163,14 +166,20 @@ class SampleCounter:
         self.tokenizer = ChatTokenizer.for_model(
             model, settings.tokenizer, settings.chat_template, settings.template_date
         )
-        self._reading = Reading(keep_columns=settings.keep_columns)
+        self._reading = replace(
+            settings.reading,
+            image_tokens=_written_marks(model.image_markup),
+            video_tokens=_written_marks(model.video_markup),
+            audio_tokens=_written_marks(model.audio_markup),
+            keep_columns=settings.keep_columns,
+        )
         self._files = FileCounter(model, decode_images=settings.decode_images)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)
 
     @_collecting_later()
     def count(self, records: Iterable[RawRecord], source: str, root: str, name: str) -> Counted:
-        """One row per record, or per record that `--map` makes of it, in order.
+        """One row per record, or per sample that options make of it, in order.
 
         `name` is that of the chunk's future blob.
         """
@@ -178,7 +187,11 @@ class SampleCounter:
         look = partial(self._look_at_files, folder)
         if self._map is not None:
             records = chain.from_iterable(map(self._map.records_of, records))
-        parsed = [self._parse(record, source, root) for record in records]
+        parsed = [
+            self._place(record, sample, root)
+            for record in records
+            for sample in parse_records(record, source, self._reading)
+        ]
         with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
         texts = iter(self._encode([one for one in looked_at if not isinstance(one, Rejected)]))
@@ -192,11 +205,13 @@ class SampleCounter:
             schema = staged_schema(kinds_in(str(row["extras"]) for row in rows if "extras" in row))
         return Counted(pa.Table.from_pylist(rows, schema=schema), bytes(blob.content))
 
-    def _parse(self, record: RawRecord, source: str, root: str) -> RawSample | Rejected:
-        keep = self._settings.keep_columns
-        sample = parse_record(record, source, self._reading)
+    def _place(
+        self, record: RawRecord, sample: RawSample | Rejected, root: str
+    ) -> RawSample | Rejected:
+        """A sample with its files' places and the columns that are kept of its record."""
         if isinstance(sample, Rejected):
             return sample
+        keep = self._settings.keep_columns
         base = self._settings.base
         place = partial(below, root=root) if base is None else partial(from_base, base=base)
         images, videos, audios = (
@@ -219,6 +234,10 @@ class SampleCounter:
                 images = [self._files.count_image(root, each, several) for each in sample.images]
                 videos = [self._files.count_video(root, each) for each in sample.videos]
             audios = self._files.count_audios(root, sample.audios)
+            if sample.objects is not None:
+                sizes = [_size(image) for image in images]
+                turns = with_objects(sample.turns, sample.objects, self._model.name, sizes)
+                sample = replace(sample, turns=turns)
         except SampleProblem as problem:
             files = chain(sample.images, sample.videos, sample.audios)
             files = chain.from_iterable((each, *each.frames) for each in files)
@@ -289,6 +308,23 @@ def _unread(sample: RawSample, text: EncodedText) -> Sequence[Unread]:
         path = key if key == "tools" else f"{sample.turns_path}.{key}"
         unread.append((path, example_of(json.loads(sample.turns[turn].more).get(key))))
     return unread
+
+
+def _size(image: CountedFile) -> ImageSize:
+    """An image's sizes for its boxes; without a plan it is not resized."""
+    width, height = int(image.numbers["width"]), int(image.numbers["height"])
+    plan = image.plan
+    resized = (width, height) if plan is None else (plan.resized_width, plan.resized_height)
+    return ImageSize(width, height, *resized)
+
+
+def _written_marks(markup: MediaMarkup | None) -> tuple[str, ...]:
+    """The model's own strings for a file, as people write them into texts."""
+    if markup is None:
+        return ()
+    strings = (markup.text.strip(), markup.placeholder, markup.token)
+    # a field such as {number} is written otherwise for each
+    return tuple(dict.fromkeys(each for each in strings if each and "{" not in each))
 
 
 def _written(markup: MediaMarkup, files: list[CountedFile]) -> list[str]:

@@ -4,9 +4,10 @@ For `packer.records.schemas`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
+from packer.records.marks import edited, first_question, place_marks
 from packer.records.media import Media, SampleProblem
+from packer.records.reading import Reading
 from packer.records.record import Content
 from packer.text.chat_tokenizer import AUDIO_MARKER, IMAGE_MARKER, VIDEO_MARKER, Turn
 
@@ -23,13 +24,24 @@ def plain_text(text: str) -> str:
     return text
 
 
-def with_files(turns: tuple[Turn, ...], files: Files) -> Content:
-    """The content of these turns and files, with a marker for each file; SampleProblem if more."""
+def with_files(
+    turns: tuple[Turn, ...],
+    files: Files,
+    reading: Reading,
+    numbers: Mapping[str, Sequence[int]] | None = None,
+) -> Content:
+    """The content of these turns and files, with a marker for each file; SampleProblem if more.
+
+    `numbers`: kind -> those of the columns that its files are from, if they are numbered.
+    """
+    placed = dict(files)
     # each goes before those that are there: clips, images, videos
     for kind in ("video", "image", "audio"):
-        if files[kind] or kind == "image":
-            turns = _with_markers(turns, MARKERS[kind], len(files[kind]))
-    return content_of(turns, files)
+        several = (numbers or {}).get(kind, ())
+        turns, placed[kind] = place_marks(turns, kind, files[kind], reading, several)
+        if placed[kind] or kind == "image":
+            turns = _with_markers(turns, MARKERS[kind], len(placed[kind]))
+    return content_of(turns, placed)
 
 
 def content_of(turns: tuple[Turn, ...], files: Files) -> Content:
@@ -46,10 +58,6 @@ def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple
         raise SampleProblem(f"marker_without_{marker[1:-1]}", bad)
     if missing == 0:
         return turns
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    added = f"{marker}\n" * missing
-    learned = turns[first].learned
-    if isinstance(learned, tuple):  # characters, which all move
-        learned = tuple((start + len(added), end + len(added)) for start, end in learned)
-    marked = replace(turns[first], text=added + turns[first].text, learned=learned)
+    first = first_question(turns)
+    marked = edited(turns[first], [(0, 0, f"{marker}\n" * missing)])
     return (*turns[:first], marked, *turns[first + 1 :])

@@ -6,6 +6,7 @@ without any list of keys that a new schema could forget.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 NO_MEANING = frozenset(
@@ -52,6 +53,12 @@ class Fields(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def overlaid(self, values: Mapping[str, Any]) -> "Fields":
+        """These fields with some values replaced; what is read of them is read of these."""
+        other = copy(self)
+        other._values = {**self._values, **values}
+        return other
 
     def inner(self, values: Any, key: str) -> Any:
         """An object inside of this one, at `key`, as fields of its own; other values as they are.

@@ -189,8 +189,8 @@ def files_of(record: Fields, kind: str) -> list[Media]:
     """
     found: dict[str, list[Media]] = {}
     for key in FILE_KEYS[kind]:
-        if not _is_empty(record.peek(key)):
-            found[key] = _several(_inside(record, record[key], key), kind)
+        if files := files_under(record, key, kind):
+            found[key] = files
     if not found:
         return []
     files = max(found.values(), key=len)
@@ -200,6 +200,13 @@ def files_of(record: Fields, kind: str) -> list[Media]:
             bad = f"{keys} hold different files; give all of them under one key, in order"
             raise SampleProblem(f"bad_{kind}_field", bad)
     return files
+
+
+def files_under(record: Fields, key: str, kind: str) -> list[Media]:
+    """The files that a record has under one key, if any."""
+    if _is_empty(record.peek(key)):
+        return []
+    return _several(_inside(record, record[key], key), kind)
 
 
 def _inside(record: Fields, given: Any, key: str) -> Any:

@@ -1,11 +1,13 @@
 """How records are read, as far as a user may choose: `Reading`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Choices = Literal["report", "letters"]
 Answers = Literal["first", "drawn", "all"]
 UnknownMarks = Literal["reject", "text"]
+READING_OPTIONS = ("choices", "answers", "unknown_marks")
+"""Fields of `Reading` that a user chooses; the rest follows from the model and the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,4 +24,18 @@ class Reading:
     """The model's own strings for an image, which mark places too."""
     keep_columns: tuple[str, ...] = ()
     """Columns that the loader gives with each sample: they say nothing here, by whatever name."""
+    video_tokens: tuple[str, ...] = ()
+    audio_tokens: tuple[str, ...] = ()
     seed: int = 0
+    """Of answers that are drawn."""
+
+    def identity(self) -> dict[str, str]:
+        """What a build's manifest says: the options that are not the defaults."""
+        options = [field for field in fields(self) if field.name in READING_OPTIONS]
+        given = {field.name: str(getattr(self, field.name)) for field in options}
+        return {
+            field.name: given[field.name] for field in options if given[field.name] != field.default
+        }
+
+
+DEFAULT_READING = Reading()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packer.records.fields import Unread
+from packer.records.grounding import Objects
 from packer.records.media import Media
-from packer.text.chat_tokenizer import Turn
+from packer.text.turn import Turn
 
 MOST_DEPTH = 200
 """Nesting of a record at most: it is sent to other processes, some frames of the stack a level."""
@@ -33,6 +34,8 @@ REASONS: dict[str, str] = {
     "marker_without_image": "the text has more <image> markers than the sample has images",
     "marker_without_video": "the text has more <video> markers than the sample has videos",
     "marker_without_audio": "the text has more <audio> markers than the sample has audio files",
+    "unknown_mark": "a mark of a place, such as <image2>, matches no file of the sample",
+    "grounding": "the boxes of `objects` cannot be written into the text",
     "chat_template": "the tokenizer's chat template refuses the conversation",
     "control_token": "the text holds a control token's string and cannot be told apart from it",
     "outside_data_root": "a path leads out of the data root",
@@ -102,6 +105,8 @@ class Content:
     videos: tuple[Media, ...] = ()
     turns_path: str = ""
     """Where the turns are in the record, such as `messages[]`."""
+    objects: Objects | None = None
+    """What the texts' `<ref-object>` and `<bbox>` mean, until the images' sizes are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,8 @@ class RawSample:
     images: tuple[Media, ...]
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
+    objects: Objects | None = None
+    """As of `Content`."""
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
     turns_path: str = field(default="", compare=False)

@@ -11,22 +11,23 @@ from typing import Any
 
 from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from packer.records._message_fields import read_fields, with_tools
+from packer.records.answers import HUB_KEYS, one_answer_each
+from packer.records.choices import CHOICE_KEYS, LETTER_KEYS, with_choices
 from packer.records.fields import Fields, is_empty
+from packer.records.grounding import OBJECTS_KEY, read_objects
 from packer.records.loss import LOSS_KEYS, record_learned, turn_learned
+from packer.records.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.media import (
     FILE_KEYS,
     Media,
     SampleProblem,
-    files_of,
     media_of,
     media_of_base64,
     media_of_part,
 )
-from packer.records.reading import Reading
+from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Rejected, is_deep
 from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
-
-DEFAULT_READING = Reading()
 
 _Places = list[Media | None]
 """Files of parts of messages; None where a part only marks a place."""
@@ -63,6 +64,7 @@ PAIR_KEYS = ("width", "image_phash")
 URL_KEYS = ("url", "URL", "raw_url")
 CONTENT_KEYS: frozenset[str] = frozenset(
     {"conversations", "messages", "text_list", "texts", "text", *CAPTION_KEYS}
+    | {"query", "captions"}
     | {key for keys in QUESTIONS_AND_ANSWERS for key in keys}
 )
 """A record without any of these has none of the schemas."""
@@ -70,6 +72,7 @@ RECORD_KEYS: frozenset[str] = frozenset(
     {"id", "__key__", "source", "tools", "image_info", "status", "error_message", HISTORY_KEY}
     | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS, *SYSTEM_KEYS, *LOSS_KEYS}
     | {key for keys in FILE_KEYS.values() for key in keys}
+    | {*NUMBERED_KEYS, *HUB_KEYS, *CHOICE_KEYS, *LETTER_KEYS, OBJECTS_KEY}
 )
 """Every key that is read: the columns worth reading of a table."""
 
@@ -79,8 +82,16 @@ def parse_record(
 ) -> RawSample | Rejected:
     """The sample in a record of the dataset `source`, unless it names another `source` itself.
 
-    Its id is in `id` or `__key__`; without either, it is the record's place.
+    Its id is in `id` or `__key__`; without either, it is the record's place. Of several samples
+    (`Reading.answers`) it is the first.
     """
+    return parse_records(record, source, reading)[0]
+
+
+def parse_records(
+    record: RawRecord, source: str, reading: Reading = DEFAULT_READING
+) -> list[RawSample | Rejected]:
+    """The samples in a record: one, or with `Reading.answers` "all" one for each answer."""
     sample_id = id_of(record.value, f"{source}:{record.position}")
     source = _text(record.value, "source") or source
     try:
@@ -89,16 +100,26 @@ def parse_record(
         if not isinstance(record.value, Mapping):
             raise SampleProblem("not_an_object", f"it is a {type(record.value).__name__}")
         fields = Fields(record.value)
-        content = _content(fields)
+        samples = one_answer_each(fields, QUESTIONS_AND_ANSWERS, reading, sample_id)
+    except SampleProblem as problem:
+        return [Rejected(sample_id, source, problem.reason, problem.detail)]
+    return [_parse(value, sample_id + suffix, source, reading) for suffix, value in samples]
+
+
+def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> RawSample | Rejected:
+    """The sample in a record of one answer."""
+    try:
+        content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
         return RawSample(
             sample_id=sample_id,
             source=source,
-            turns=record_learned(fields, content.turns, reading.keep_columns),
+            turns=record_learned(record, content.turns, reading.keep_columns),
             images=content.images,
             audios=content.audios,
             videos=content.videos,
+            objects=content.objects,
             turns_path=content.turns_path,
-            unread=tuple(each for each in fields.unread() if each[0] not in reading.keep_columns),
+            unread=tuple(each for each in record.unread() if each[0] not in reading.keep_columns),
         )
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
@@ -124,7 +145,7 @@ def _text(value: Any, key: str) -> str:
 # --- conversations ---
 
 
-def _conversation(record: Fields) -> Content:
+def _conversation(record: Fields, reading: Reading) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
     given = {key: _rows(_parsed(record, key)) for key in ("conversations", "messages")}
     found = {key: raw for key, raw in given.items() if isinstance(raw, list | tuple) and raw}
@@ -134,30 +155,34 @@ def _conversation(record: Fields) -> Content:
     if len(both) > 1 and both[1] != both[0]:
         bad = "`conversations` and `messages` are different conversations; keep one"
         raise SampleProblem("bad_turn", bad)
-    return _content_of_turns(record, *both[0], f"{next(iter(found))}[]")
+    return _content_of_turns(record, *both[0], f"{next(iter(found))}[]", reading)
 
 
-def _content_of_turns(record: Fields, turns: tuple[Turn, ...], parts: _Parts, path: str) -> Content:
+def _content_of_turns(
+    record: Fields, turns: tuple[Turn, ...], parts: _Parts, path: str, reading: Reading
+) -> Content:
     """The content of a conversation, with what the record has next to it."""
     turns = _with_system(record, turns)
     turns = with_tools(turns, record.get("tools"))
     files = {kind: _files(record, kind, given) for kind, given in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    return replace(with_files(turns, files), turns_path=path)
+    content = replace(with_files(turns, files, reading, column_numbers(record)), turns_path=path)
+    objects = read_objects(record, turns, files["image"] or content.images, content.images)
+    return content if objects is None else replace(content, objects=objects)
 
 
-def _pairs(record: Fields) -> Content:
+def _pairs(record: Fields, reading: Reading) -> Content:
     """The Cauldron's `texts`: a list of one user and one assistant text each."""
     messages = []
     for pair in _rows(record["texts"]):
         fields = record.inner(pair, "texts[]")
         messages += [{"role": role, "content": fields.get(role)} for role in ("user", "assistant")]
     turns, parts = _turns(record, messages, "texts[]")
-    return _content_of_turns(record, turns, parts, "texts[]")
+    return _content_of_turns(record, turns, parts, "texts[]", reading)
 
 
-def _question(record: Fields) -> Content:
+def _question(record: Fields, reading: Reading) -> Content:
     """One question and its answer, as in FLAN; an `instruction` may have an `input`."""
     keys = next(keys for keys in QUESTIONS_AND_ANSWERS if _has(record, *keys))
     question, answer = (record[key] for key in keys)
@@ -168,7 +193,7 @@ def _question(record: Fields) -> Content:
         turns, parts = _turns(record, question, f"{keys[0]}[]")
         answers, more = _turns(record, answer, f"{keys[1]}[]")
         joined = {kind: parts[kind] + more[kind] for kind in parts}
-        return _content_of_turns(record, (*turns, *answers), joined, f"{keys[1]}[]")
+        return _content_of_turns(record, (*turns, *answers), joined, f"{keys[1]}[]", reading)
     pairs = [*_history(record), (question, answer)]
     messages = [
         {"role": role, "content": text}
@@ -176,7 +201,7 @@ def _question(record: Fields) -> Content:
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
     turns, parts = _turns(record, messages, keys[1])
-    return _content_of_turns(record, turns, parts, keys[1])
+    return _content_of_turns(record, turns, parts, keys[1], reading)
 
 
 def _history(record: Fields) -> list[tuple[Any, Any]]:
@@ -205,7 +230,7 @@ def _turns(record: Fields, raw: Sequence[Any], key: str) -> tuple[tuple[Turn, ..
 
 def _files(record: Fields, kind: str, places: _Places) -> list[Media]:
     """The files that parts of messages bring, else those of the record."""
-    files = [each for each in places if each is not None] or files_of(record, kind)
+    files = [each for each in places if each is not None] or record_files(record, kind)
     if places and not files:
         bad = f"{len(places)} parts of the type {kind} for 0 files"
         raise SampleProblem(f"marker_without_{kind}", bad)
@@ -279,7 +304,7 @@ def _with_system(record: Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
 # --- documents ---
 
 
-def _mmc4(record: Fields) -> Content:
+def _mmc4(record: Fields, _reading: Reading) -> Content:
     """MMC4: `text_list`, and in `image_info` the sentence that each image precedes."""
     before: dict[int, list[Media]] = {}
     sentences, infos = record["text_list"], record.get("image_info") or []
@@ -307,7 +332,7 @@ def _mmc4_image(info: Fields) -> Media:
     return media_of(info.get("image_name") or info.get("raw_url"), "image")
 
 
-def _obelics(record: Fields) -> Content:
+def _obelics(record: Fields, _reading: Reading) -> Content:
     """OBELICS: `images` and `texts` of equal length, at each place one of the two."""
     images, texts = record["images"], record["texts"]
     if len(images) != len(texts):
@@ -322,12 +347,12 @@ def _obelics(record: Fields) -> Content:
     return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
-def _caption(record: Fields) -> Content:
+def _caption(record: Fields, _reading: Reading) -> Content:
     """An image, a video or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
     text = _read_first(record, *CAPTION_KEYS, "text")
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the caption is a {type(text).__name__}")
-    files = {kind: files_of(record, kind) for kind in MARKERS}
+    files = {kind: record_files(record, kind) for kind in MARKERS}
     if not any(files.values()):
         raise _no_image(record)
     markers = "".join(marker * len(files[kind]) for kind, marker in MARKERS.items())
@@ -346,16 +371,17 @@ def _no_image(record: Fields) -> SampleProblem:
     return SampleProblem("missing_image", "a caption without an image")
 
 
-def _document_text(record: Fields) -> Content:
+def _document_text(record: Fields, reading: Reading) -> Content:
     """Plain text; with images, `<image>` marks their places."""
     text = record["text"]
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
-    files = {kind: files_of(record, kind) for kind in MARKERS}
+    files = {kind: record_files(record, kind) for kind in MARKERS}
     if not files["image"]:
         text = plain_text(text)
-    (turn,) = with_files((Turn(DOCUMENT, text),), files).turns
-    return _document(turn.text, files)
+    placed = with_files((Turn(DOCUMENT, text),), files, reading, column_numbers(record))
+    images, videos, audios = placed.images, placed.videos, placed.audios
+    return _document(placed.turns[0].text, {"image": images, "video": videos, "audio": audios})
 
 
 def _document(text: str, files: Files) -> Content:
@@ -370,10 +396,10 @@ def _document(text: str, files: Files) -> Content:
 # --- the schema of a record ---
 
 
-def _content(record: Fields) -> Content:
+def _content(record: Fields, reading: Reading) -> Content:
     for fits, read in _SCHEMAS:
         if fits(record):
-            return read(record)
+            return read(record, reading)
     known = "`conversations`, `messages`, `text`, a caption, or a question and an answer"
     has = ", ".join(map(str, record))[:200]
     raise SampleProblem("no_conversation", f"it has the keys {has}; expected {known}")
@@ -384,7 +410,7 @@ def _is_captioned(record: Fields) -> bool:
     return is_linked_pair or _has_any(record, *CAPTION_KEYS)
 
 
-_SCHEMAS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields], Content]], ...] = (
+_SCHEMAS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields, Reading], Content]], ...] = (
     (lambda record: _has_any(record, "conversations", "messages"), _conversation),
     (lambda record: _has(record, "text_list"), _mmc4),
     (lambda record: _are_objects(_rows(record.peek("texts"))), _pairs),

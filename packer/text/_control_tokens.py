@@ -63,9 +63,17 @@ class ControlTokens:
         """The places of the control strings in a text."""
         return [match.span() for match in self._pattern.finditer(text)]
 
-    def protect(self, content: str) -> str:
-        """Content with a private character for each control string (step 1)."""
-        return self._pattern.sub(lambda match: chr(_LETTERS + self._number[match[0]]), content)
+    def protect(self, content: str, tokens: frozenset[str] = frozenset()) -> str:
+        """Content with a private character for each control string (step 1).
+
+        `tokens` are control strings that are meant as such.
+        """
+        return self._pattern.sub(
+            lambda match: (
+                match[0] if match[0] in tokens else chr(_LETTERS + self._number[match[0]])
+            ),
+            content,
+        )
 
     def alias(self, rendered: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
         """Rendered text with aliases for the template's control strings (step 2), and spans in it.

@@ -250,13 +250,14 @@ class ChatTokenizer:
             return TextRejected(
                 "invalid_utf8", f"character {error.start} of the conversation is {found}"
             )
-        protected = self._control.occur_in(self._writer.blank(content)) or (
+        tokens = frozenset(token for turn in turns for token in turn.tokens)
+        protected = self._control.occur_in(_without(self._writer.blank(content), tokens)) or (
             more != "" and self._control.occur_in(more)
         )
         if protected and not self._control.can_protect(content + more):
             both = "the text has a control token's string and private-use characters"
             return TextRejected("control_token", both)
-        guard = self._control.protect if protected else str
+        guard = partial(self._control.protect, tokens=tokens) if protected else str
         says_learned = any(turn.learned is not None for turn in turns)
         is_document = any(turn.role == DOCUMENT for turn in turns)
         try:
@@ -472,6 +473,12 @@ class ChatTokenizer:
             return self._template.render([message]).count(expected) == 1
         except TemplateRefusedError:
             return False
+
+
+def _without(text: str, tokens: frozenset[str]) -> str:
+    for token in tokens:
+        text = text.replace(token, "\0")
+    return text
 
 
 def _only_turn(turns: Sequence[Turn]) -> Turn:

@@ -19,6 +19,8 @@ class Turn:
     """JSON object of the message's other keys; in the first turn also the record's `tools`."""
     learned: bool | tuple[Span, ...] | None = None
     """Whether it has labels: None as its role says; or the characters of `text` that have them."""
+    tokens: tuple[str, ...] = ()
+    """Control strings that are tokens where `text` has them, and no letters: of boxes."""
 
     @property
     def ranges(self) -> tuple[Span, ...]:

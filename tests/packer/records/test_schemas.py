@@ -367,7 +367,7 @@ DAMAGED = [
     ({"images": ["a.jpg"], "texts": [None]}, "no_conversation"),
     ({"inputs": "2+2?", "targets": None}, "no_conversation"),
     ({"inputs": 5, "targets": "4"}, "bad_turn"),
-    ({"question": "?", "answer": ["a", "b"]}, "bad_turn"),
+    ({"question": "?", "answer": ["a", None]}, "bad_turn"),
     ({"caption": 5, "image": "x"}, "bad_turn"),
     ({"caption": " ", "image": "x"}, "no_conversation"),
     ({"caption": "<image>", "image": "x"}, "marker_without_image"),

@@ -25,6 +25,7 @@ BUILDS: dict[str, dict[str, Any]] = {
     "vision cap": {"max_vision": 2},
     "strict template": {"chat_template": STRICT_TEMPLATE},
     "native": {"model": "qwen2_vl"},
+    "reading": {"choices": "letters", "answers": "drawn", "unknown_marks": "text"},
     "links": {"follow_links": True},
     "undecodable": {},
 }
@@ -48,6 +49,19 @@ class Case:
     build: str = "plain"
     size: tuple[int, int] | None = None
     """Width and height that the model must see."""
+    images: tuple[tuple[str, ...], ...] = ()
+    """Files of each record in the order of its text, if not that of its `image`."""
+
+
+UNKNOWN = (
+    record("unknown", text="<image3>") | {"image": ["good.png"]},
+    record("again", text="<image1> <image1>") | {"image": ["good.png"]},
+    record("too many", text="<IMAGE> <IMAGE>") | {"image": ["good.png"]},
+)
+BOXES = record("boxes", ["good.png"], "Where is <ref-object>?", "<bbox>") | {
+    "objects": {"ref": ["a cat"], "bbox": [[1, 2, 3, 4]]}
+}
+OPTIONS = {"question": "Which?", "answer": "B", "options": ["cat", "dog"]}
 
 
 def used(what, *lines, happens="used", **rest):
@@ -288,6 +302,77 @@ RECORDS = [
         "marker_without_image",
         record("more", ["good.png"], text="<image>"),
         record("none", text="<image>"),
+    ),
+    used(
+        "other marks of images: `<image2>`, `<IMAGE>`, `<img></img>`, `<img>good.png</img>`, ...",
+        record("numbers", text="<image2> and <image_1>") | {"image": ["good.png", "wide.png"]},
+        record("capitals", text="<IMAGE> <Image>") | {"image": ["good.png", "wide.png"]},
+        record("tags", text="<img></img><|image|>") | {"image": ["good.png", "wide.png"]},
+        record("path", text="Picture 1: <img>good.png</img>"),
+        files={"wide.png": pictures.encoded(pictures.PHOTO.resize((90, 20)), "PNG")},
+        images=(("wide.png", "good.png"), *[("good.png", "wide.png")] * 2, ("good.png",)),
+        happens="used; each is a place, a number or a name says of which",
+    ),
+    used(
+        "images in columns `image_1`, `image_2`, ...",
+        record("columns", text="<image 2>") | {"image_1": "good.png", "image_2": "wide.png"},
+        images=(("good.png", "wide.png"),),
+    ),
+    rejected("a mark that matches no image", "unknown_mark", *UNKNOWN),
+    used(
+        "the same with `--unknown-marks text`",
+        *UNKNOWN,
+        happens="used; it stays letters",
+        build="reading",
+    ),
+    used(
+        "marks without images",
+        record("letters", text="<image1> <IMAGE> <img></img>"),
+        happens="used; they stay letters",
+    ),
+    used(
+        "ms-swift's `<ref-object>` and `<bbox>` with `objects`",
+        BOXES,
+        happens="used; filled in as ms-swift does for the model",
+        build="native",
+    ),
+    rejected("the same for a model whose form is not known", "grounding", BOXES),
+    rejected(
+        "more or fewer `<bbox>` than boxes",
+        "grounding",
+        BOXES | {"objects": {"bbox": [[1, 2]]}},
+        BOXES | {"objects": {"bbox": []}},
+        build="native",
+    ),
+    used(
+        "question with a list of answers",
+        {"query": "?", "label": ["a", "b"]},
+        {"question": "?", "answers": [{"answer": "a"}, {"answer": "b"}]},
+        happens="used with the first; `--answers` draws one, or takes all",
+    ),
+    used("the same with `--answers drawn`", {"query": "?", "label": ["a", "b"]}, build="reading"),
+    rejected(
+        "list of answers with a null",
+        "bad_turn",
+        {"query": "?", "label": [None]},
+        {"question": "?", "answers": [{"answer_id": 1}]},
+    ),
+    rejected("empty list of answers", "no_answer", {"query": "?", "label": []}),
+    used("`options` of a question", OPTIONS, happens="used without them"),
+    used(
+        "the same with `--choices letters`",
+        OPTIONS,
+        OPTIONS | {"options": None, "A": "cat", "B": "dog"},
+        happens="used; lettered lines after the question",
+        build="reading",
+    ),
+    rejected(
+        "options that are no list of texts, with `--choices letters`",
+        "bad_turn",
+        OPTIONS | {"options": "cat or dog"},
+        OPTIONS | {"options": [["cat"]]},
+        OPTIONS | {"answer": 2},
+        build="reading",
     ),
     rejected(
         "empty conversation",
