@@ -23,8 +23,8 @@ from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
 from packer.records.fields import Unread, example_of, unread_texts
-from packer.records.grounding import ImageSize, with_objects
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
+from packer.records.places.grounding import ImageSize, with_objects
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_records

@@ -97,7 +97,7 @@ def example_of(value: Any) -> str:
     """A value as a short text: JSON, as far as it is that.
 
     >>> example_of(["A", "B"]), example_of(b"xy"), example_of("word " * 40)[-9:]
-    ('["A", "B"]', 'bytes of 2', ' word wor...')
+    ('["A", "B"]', 'bytes of 2', 'word w...')
     """
     if isinstance(value, bytes):
         return f"bytes of {len(value):,}"

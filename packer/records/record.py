@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packer.records.fields import Unread
-from packer.records.grounding import Objects
 from packer.records.media import Media
+from packer.records.places.grounding import Objects
 from packer.text.turn import Turn
 
 MOST_DEPTH = 200

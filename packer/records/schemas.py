@@ -14,9 +14,7 @@ from packer.records._message_fields import read_fields, with_tools
 from packer.records.answers import HUB_KEYS, one_answer_each
 from packer.records.choices import CHOICE_KEYS, LETTER_KEYS, with_choices
 from packer.records.fields import Fields, is_empty
-from packer.records.grounding import OBJECTS_KEY, read_objects
 from packer.records.loss import LOSS_KEYS, record_learned, turn_learned
-from packer.records.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.media import (
     FILE_KEYS,
     Media,
@@ -25,6 +23,8 @@ from packer.records.media import (
     media_of_base64,
     media_of_part,
 )
+from packer.records.places.grounding import OBJECTS_KEY, read_objects
+from packer.records.places.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Rejected, is_deep
 from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn

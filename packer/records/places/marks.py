@@ -298,7 +298,8 @@ def _tokens(kind: str, reading: Reading) -> tuple[str, ...]:
         "video": reading.video_tokens,
         "audio": reading.audio_tokens,
     }[kind]
-    own = {token for token in given if token and token != _MARKERS[kind]}
+    markers = _MARKERS.values()  # SmolVLM2's token of a video is the marker of an image
+    own = {token for token in given if token and token not in markers}
     return tuple(sorted(own, key=len, reverse=True))
 
 
