@@ -20,9 +20,6 @@ from support.builds.raw_data import options, record, write_dataset
 NUM = 60
 MODEL = {"model": "tiny", "tokenizer": str(demo_tokenizer_path()), "max_tokens": 512, "workers": 0}
 LINE = (
-    'never read: options (40 records, e.g. ["A", "B"]),'
-    " conversations[].score (6 records, e.g. 1.5)"
-)
     'never read: options (40 records, e.g. ["A", "B"]), conversations[].score (6 records, e.g. 1.5)'
 )
 
