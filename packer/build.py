@@ -27,10 +27,17 @@ from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out
 from packer.count.pool import map_ordered
 from packer.count.sample_counter import CountSettings
 from packer.count.stage import count_dataset
-from packer.count.staging import Staging, has_videos, split_staged, staged_extras
+from packer.count.staging import (
+    Staging,
+    has_videos,
+    split_staged,
+    staged_extras,
+    staged_never_read,
+)
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
+from packer.records.fields import NeverRead
 from packer.records.user_map import ALL_COLUMNS, load_map
 from packer.report.build_summary import BuildSummary, count_rejected, nothing_to_pack, require_few
 from packer.sources.dataset import DEMO, Dataset, find_dataset
@@ -67,6 +74,8 @@ class _Counts:
     num_repeated: int
     extras: ExtraTypes
     """Kept columns and their types."""
+    never_read: dict[str, NeverRead]
+    """Part of the dataset -> keys of its records that nothing reads."""
 
 
 class Builder:
@@ -85,7 +94,7 @@ class Builder:
         self.model = find_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer_source or str(demo_tokenizer_path())
         self.tokenizer = ChatTokenizer.for_model(
-            self.model, self.tokenizer_path, config.chat_template
+            self.model, self.tokenizer_path, config.chat_template, config.template_date
         )
         _check_token(self.model, self.tokenizer)
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
@@ -182,10 +191,12 @@ class Builder:
         if not self.staging.samples.exists():
             self._note_missing(dataset)
             self._note_processor()
+            self._note_date()
             settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
                 chat_template=config.chat_template,
+                template_date=self.tokenizer.template_date,
                 keep_columns=config.kept_columns,
                 map=config.map,
                 reading=config.reading,
@@ -198,6 +209,7 @@ class Builder:
             )
             self._count_records(dataset, settings)
         extras = self._extras(dataset)
+        names = [part.name for part in dataset.parts]
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
@@ -209,6 +221,7 @@ class Builder:
             num_read=sum(records_per_part),
             num_repeated=int(np.maximum(copies - 1, 0).sum()),
             extras=extras,
+            never_read=staged_never_read(self.staging.samples, names, records_per_part),
         )
         write_table(counts.table, self.out / COUNTS_NAME)
         self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
@@ -231,6 +244,11 @@ class Builder:
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
             self._note(f"note: {self.model.description}, {unknown}")
+
+    def _note_date(self) -> None:
+        """Say which day a chat template writes that asks for today's."""
+        if day := self.tokenizer.template_date:
+            self._note(f"note: the chat template writes a date: {day} (--template-date)")
 
     def _note(self, text: str) -> None:
         self.progress.console.print(escape(text), highlight=False, soft_wrap=True)
@@ -341,6 +359,7 @@ class Builder:
             counted = counts.num_read, counts.num_repeated
             manifest = self.identity.manifest(self.out, dataset, grouping, index, parts, counted)
             manifest |= {EXTRAS: counts.extras} if counts.extras else {}
+            manifest |= {"never_read": counts.never_read} if counts.never_read else {}
             manifest |= {"has_videos": True} if has_videos(self.staging.samples) else {}
             write_manifest(self.out, manifest)
             if self.publisher:
@@ -361,6 +380,7 @@ class Builder:
             limits=Limits(**manifest["limits"]),
             added_tokens=manifest["tokenizer"]["added_tokens"],
             id_conflicts=self.tokenizer.id_conflicts,
+            never_read=manifest.get("never_read", {}),
             seconds=dict(self.progress.seconds),
         )
 

@@ -120,6 +120,7 @@ class BuildIdentity:
         settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
+        keys += ["template_date"] * (self.tokenizer.template_date is not None)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,

@@ -47,9 +47,9 @@ RanksOption = Annotated[
 ]
 
 COUNTING = (
-    *("dataset", "data_root", "model", "tokenizer", "chat_template", "out", "executor", "workers"),
-    *("check_images", "limit", "max_rejected", "follow_links", "fetch_annotations", "map"),
-    *("choices", "answers", "unknown_marks"),
+    *("dataset", "data_root", "model", "tokenizer", "chat_template", "template_date", "out"),
+    *("executor", "workers", "check_images", "limit", "max_rejected", "follow_links"),
+    *("fetch_annotations", "map", "choices", "answers", "unknown_marks"),
 )
 GROUPING = ("max_seq_len", "max_vision", "grouping", "seed")
 """Fields of `BuildConfig` that are options of a command."""

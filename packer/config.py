@@ -54,6 +54,13 @@ class BuildConfig:
     chat_template: Annotated[
         str | None, Option("Chat template: a .jinja file, or the name of one of the tokenizer's.")
     ] = None
+    template_date: Annotated[
+        str | None,
+        Option(
+            "Day (YYYY-MM-DD) that a chat template writes which asks for today's. Default: that of"
+            " SOURCE_DATE_EPOCH, else 2026-01-01."
+        ),
+    ] = None
     out: Annotated[str, Option("Folder or URI (s3://, gs://, az://) to write to.")]
     work_dir: str | None = None
     """Folder where a build to a URI is prepared; by default under the user's cache folder."""

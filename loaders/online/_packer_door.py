@@ -5,7 +5,7 @@ are those of a build.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, pairwise
 from pathlib import Path
@@ -27,8 +27,11 @@ from loaders.online.records import BrokenRecord
 from packer.config import DEMO_MODEL, BuildConfig
 from packer.count.record_table import RecordTable, read_records
 from packer.count.sample_counter import CountSettings, SampleCounter
+from packer.count.staging import never_read_in
 from packer.demo.dataset import demo_tokenizer_path
+from packer.format_text import visible
 from packer.progress import StageProgress
+from packer.records.fields import NeverRead, add_never_read, never_read_line
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import BY_CHOICE, RawRecord
 from packer.records.user_map import ALL_COLUMNS
@@ -41,12 +44,16 @@ __all__ = [
     "BY_CHOICE",
     "FlopsModel",
     "GroupOptions",
+    "NeverRead",
     "RawRecord",
     "Reading",
     "RecordCounter",
     "RecordTable",
+    "add_never_read",
     "choose_limits",
     "find_records",
+    "never_read_line",
+    "visible",
     "write_build",
     "write_page",
 ]
@@ -85,6 +92,8 @@ class CountedRecords:
     """As the packer stages it."""
     blobs: dict[str, bytes]
     """Content of files that came with the records, by the names that the table has for them."""
+    never_read: dict[str, NeverRead] = field(default_factory=dict)
+    """Part of the dataset -> keys of its usable records that nothing reads."""
     encoded: Sequence[EncodedSample | None] = ()
     """What a function of the user's made of each record, if there is one."""
 
@@ -169,6 +178,7 @@ class RecordCounter:
         *,
         tokenizer: str | None = None,
         chat_template: str | None = None,
+        template_date: str | None = None,
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
         places: RecordTable | None = None,
@@ -195,6 +205,7 @@ class RecordCounter:
                 model=self.model,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
+                template_date=template_date,
                 keep_columns=keep_columns,
                 reading=reading,
                 base=str(Path(data_root or ".").resolve()) if places is None else None,
@@ -222,7 +233,8 @@ class RecordCounter:
 
     def count(self, indices: IntArray, values: Sequence[Any]) -> CountedRecords:
         """Count records, given with their indices."""
-        table, blobs = self.stage(indices, values, self._parts(indices))
+        parts = self._parts(indices)
+        table, blobs = self.stage(indices, values, parts)
         if self._places is not None:
             table = _with_suffixes(table, indices, self._places.suffixes)
         reasons = table.column("reason").to_pylist()
@@ -243,7 +255,17 @@ class RecordCounter:
             rejected=rejected,
             table=table,
             blobs=blobs,
+            never_read=self._never_read(table, parts),
         )
+
+    def _never_read(self, table: pa.RecordBatch, parts: IntArray) -> dict[str, NeverRead]:
+        if table.column("unread").null_count == len(table):  # nearly always, and quicker to see
+            return {}
+        found = {
+            self._sources[part][0]: never_read_in(table.filter(pa.array(parts == part)))
+            for part in np.unique(parts).tolist()
+        }
+        return {name: paths for name, paths in found.items() if paths}
 
     def _parts(self, indices: IntArray) -> IntArray:
         """Part of the dataset that each record is from."""

@@ -51,6 +51,7 @@ def save_build(
             "model": packing.model,
             "tokenizer": counter.tokenizer_source,
             "chat_template": packing.chat_template,
+            "template_date": packing.template_date,
             "data_root": packing.data_root,
             "keep_columns": packing.keep_columns,
             "choices": packing.choices,

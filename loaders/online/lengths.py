@@ -27,9 +27,13 @@ from loaders.online._packer_door import (
     CountedRecords,
     FlopsModel,
     GroupOptions,
+    NeverRead,
     RecordCounter,
     RejectedSample,
+    add_never_read,
     choose_limits,
+    never_read_line,
+    visible,
 )
 from loaders.plan.epoch_groups import PlannedBuild
 
@@ -58,6 +62,8 @@ class LengthOptions:
     packing: bool = True
     is_alone: bool = True
     """Whether no other rank plans the same windows."""
+    tells: bool = True
+    """Whether this rank says what concerns all."""
 
 
 @dataclass(slots=True)
@@ -72,6 +78,8 @@ class MeasuredPart:
     """Of whom these samples are the share."""
     state: Any = None
     """Of its stream."""
+    never_read: dict[str, NeverRead] = field(default_factory=dict)
+    """Source -> keys of its records that nothing reads, of those that are new."""
 
 
 class SampleLengths:
@@ -96,6 +104,10 @@ class SampleLengths:
         self.rejected: dict[int, RejectedSample] = {}
         """Samples that cannot be used, by index; those that any rank has found."""
         self._unsent: list[RejectedSample] = []
+        self.never_read: dict[str, NeverRead] = {}
+        """Source -> keys of the measured records that nothing reads, on all ranks."""
+        self._new_never_read: dict[str, NeverRead] = {}
+        self._has_told = not options.tells
         self.sources = table.sources
         self._source_numbers = {name: number for number, name in enumerate(self.sources)}
         self.num_measured = int(np.count_nonzero(table.rows[:, STATUS]))
@@ -125,12 +137,18 @@ class SampleLengths:
         parts = [own]
         if exchange is not None:
             key = f"{epoch}/{blake2b(samples.tobytes(), digest_size=12).hexdigest()}"
-            parts = exchange.all_gather(key, own, is_cancelled)
+            try:
+                parts = exchange.all_gather(key, own, is_cancelled)
+            except Cancelled:
+                _add_sources(self._new_never_read, own.never_read)
+                raise
         if errors := [part.error for part in parts if part.error]:
             raise DataError(errors[0])
         for part in parts:
             self._add(self._share(samples, part.rank), part)
             self._note(part.rejected)
+            _add_sources(self.never_read, part.never_read)
+        self._tell_never_read()
         told = set(map(id, own.rejected))
         with self._lock:
             self._unsent = [each for each in self._unsent if id(each) not in told]
@@ -271,8 +289,10 @@ class SampleLengths:
                 chunk = self._existing(unknown[first : first + self._counter.chunk_records])
                 if not len(chunk):
                     continue
-                self._add(chunk, part := _part_of(self._measure(chunk)))
+                counted = self._measure(chunk)
+                self._add(chunk, part := _part_of(counted))
                 self._note(part.rejected)
+                _add_sources(self._new_never_read, counted.never_read)
                 with self._lock:  # until all ranks have it, since this window may be given up
                     self._unsent += part.rejected
                 if time.monotonic() > told + TOLD_S:  # the first step waits for this
@@ -289,7 +309,15 @@ class SampleLengths:
         numbers, rows[:, SOURCE] = np.unique(rows[:, SOURCE], return_inverse=True)
         with self._lock:
             names = [self.sources[each] for each in numbers if each < len(self.sources)]
-            return MeasuredPart(rows, names, [*self._unsent], rank=self._rank)
+            part = MeasuredPart(rows, names, [*self._unsent], rank=self._rank)
+            part.never_read, self._new_never_read = self._new_never_read, {}
+            return part
+
+    def _tell_never_read(self) -> None:
+        """Say once, after the first window, which keys of the records nothing reads."""
+        if not self._has_told and (line := never_read_line(self.never_read)):
+            messages.print(f"note: {visible(line)}", markup=False, highlight=False, soft_wrap=True)
+        self._has_told = True
 
     def _existing(self, samples: IntArray) -> IntArray:
         return samples  # of a stream some are not there
@@ -335,6 +363,11 @@ class SampleLengths:
                 f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "
                 "Repair the data, or raise max_rejected"
             )
+
+
+def _add_sources(found: dict[str, NeverRead], more: dict[str, NeverRead]) -> None:
+    for source, paths in more.items():
+        add_never_read(found.setdefault(source, {}), paths)
 
 
 class _Identity:

@@ -74,6 +74,8 @@ class PackingConfig:
     """Folder or Hub id; by default the model's."""
     chat_template: str | None = None
     """Name of one of the tokenizer's templates, a .jinja file, or a template."""
+    template_date: str | None = None
+    """Day (YYYY-MM-DD) that a template writes which asks for today's, as of `packer build`."""
     data_root: str | None = None
     """Folder that relative paths of images and audio files begin at. By default the current one;
     of a dataset that is named by its place, as of `packer build --data-root`.
@@ -146,6 +148,7 @@ class PackingOptions(LoaderOptions, total=False):
     cache_key: str | None
     tokenizer: str | Path | None
     chat_template: str | Path | None
+    template_date: str | None
     data_root: str | Path | None
     keep_columns: tuple[str, ...]
     choices: Literal["report", "letters"]
@@ -232,6 +235,7 @@ class BalancedLoader(StepStream):
             least=packing.window,
             packing=packing.packing,
             is_alone=config.dp_world_size == 1,
+            tells=is_leader,
         )
         is_own, extras = packing.measure == "own", packing.keep_columns
         kept, windows = (sys.maxsize, OwnWindows) if is_own else (KEPT_BYTES, WindowGroups)
@@ -351,6 +355,7 @@ class BalancedLoader(StepStream):
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
             "measured": self._lengths.num_measured,
             "rejected": dict(Counter(each.reason for each in self.rejected)),
+            "never_read": {name: dict(keys) for name, keys in self._lengths.never_read.items()},
             "sources": self._lengths.source_shares(),
             "limits": None if limits is None else asdict(limits),
             "explained": self.explained,

@@ -8,7 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -22,8 +22,9 @@ from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
 from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
-from packer.records.grounding import ImageSize, with_objects
+from packer.records.fields import Unread, example_of, unread_texts
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
+from packer.records.places.grounding import ImageSize, with_objects
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_records
@@ -51,6 +52,8 @@ STAGED_SCHEMA = pa.schema(
         ("loss_spans", _INTS),  # start, end, start, end, ... in `input_ids`
         ("images", pa.list_(_IMAGE)),  # and videos, in the order of the text
         ("audios", pa.list_(_AUDIO)),
+        ("unread", _TEXT),  # paths of keys that nothing reads, as `unread_texts` gives them
+        ("unread_values", _TEXT),
     ]
 )
 """One row per record read: the staged form between counting and writing."""
@@ -71,6 +74,8 @@ class CountSettings:
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
+    template_date: str | None = None
+    """Day that the chat template writes, YYYY-MM-DD; see `ChatTokenizer.load`."""
     keep_columns: tuple[str, ...] = ()
     map: str | None = None
     """`module:function`, applied to each record first."""
@@ -158,12 +163,15 @@ class SampleCounter:
         self._settings = settings
         self._model = model = settings.model
         self._map = None if settings.map is None else load_map(settings.map)
-        self.tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
+        self.tokenizer = ChatTokenizer.for_model(
+            model, settings.tokenizer, settings.chat_template, settings.template_date
+        )
         self._reading = replace(
             settings.reading,
             image_tokens=_written_marks(model.image_markup),
             video_tokens=_written_marks(model.video_markup),
             audio_tokens=_written_marks(model.audio_markup),
+            keep_columns=settings.keep_columns,
         )
         self._files = FileCounter(model, decode_images=settings.decode_images)
         rules = model.vision, model.video
@@ -282,8 +290,24 @@ class SampleCounter:
             "loss_spans": np.ravel(text.loss_spans),
             "images": [blob.row_of(each) for each in both],
             "audios": [blob.row_of(audio) for audio in audios],
+            **dict(
+                zip(
+                    ("unread", "unread_values"),
+                    unread_texts(_unread(sample, text)) or (),
+                    strict=False,
+                )
+            ),
             **({"extras": sample.extras} if sample.extras else {}),
         }
+
+
+def _unread(sample: RawSample, text: EncodedText) -> Sequence[Unread]:
+    """Keys of the record that nothing reads, and fields of turns that the chat template leaves."""
+    unread = list(sample.unread)
+    for turn, key in text.unused:
+        path = key if key == "tools" else f"{sample.turns_path}.{key}"
+        unread.append((path, example_of(json.loads(sample.turns[turn].more).get(key))))
+    return unread
 
 
 def _size(image: CountedFile) -> ImageSize:

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 from balance.types import IntArray
 from packer.count.sample_counter import EXTRA_KINDS, Counted, blob_name, staged_schema
 from packer.records.extras import Kinds, joined_kinds, types_of
+from packer.records.fields import NeverRead, add_never_read, never_read
 from shards.stored_group import EXTRAS, ExtraTypes
 from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
 
@@ -152,6 +154,40 @@ def staged_extras(staged: Path, names: Sequence[str]) -> ExtraTypes:
     with pa.memory_map(str(staged)) as source:
         metadata = pa.ipc.open_file(source).schema.metadata
     return types_of(names, json.loads(metadata[EXTRA_KINDS]))
+
+
+def staged_never_read(
+    staged: Path, names: Sequence[str], records_per_part: Sequence[int]
+) -> dict[str, NeverRead]:
+    """Part of the dataset -> what its usable records have that was never read, if anything."""
+    found: dict[str, NeverRead] = {}
+    ends = np.cumsum(records_per_part)
+    position = 0
+    with pa.memory_map(str(staged)) as source:
+        reader = pa.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            edges = [position, *ends[(ends > position) & (ends < position + len(batch))].tolist()]
+            edges.append(position + len(batch))
+            for start, end in pairwise(edges):
+                part = int(np.searchsorted(ends, start, side="right"))
+                rows = batch.slice(start - position, end - start)
+                add_never_read(found.setdefault(names[part], {}), never_read_in(rows))
+            position += len(batch)
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def never_read_in(rows: pa.RecordBatch) -> NeverRead:
+    """What these staged records have that was never read."""
+    paths, values = rows.column("unread"), rows.column("unread_values")
+    if paths.null_count == len(paths):  # nearly always, and quicker to see
+        return {}
+    encoded = paths.dictionary_encode()  # numbers in the order of appearance
+    numbers = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy()
+    _, firsts, counts = np.unique(numbers, return_index=True, return_counts=True)
+    texts = encoded.dictionary.to_pylist()
+    found = values.take(pa.array(firsts)).to_pylist()
+    return never_read(zip(texts, counts.tolist(), found, strict=False))
 
 
 def has_videos(staged: Path) -> bool:

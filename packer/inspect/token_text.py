@@ -57,7 +57,8 @@ class Piece:
 def load_decoder(source: str, manifest: Manifest, chat_template: str | None = None) -> Tokenizer:
     """The build's tokenizer; ConfigError if `source` is not the one that the manifest tells of."""
     tokenizer = manifest.values["tokenizer"]
-    loaded = ChatTokenizer.for_model(manifest.model, source, chat_template)
+    day = tokenizer.get("template_date")
+    loaded = ChatTokenizer.for_model(manifest.model, source, chat_template, day)
     if loaded.hash != tokenizer["hash"]:
         hashes = f"hash {loaded.hash[:12]}, the manifest says {tokenizer['hash'][:12]}"
         hint = "give the build's --tokenizer, and its --chat-template if it had one"

@@ -5,8 +5,8 @@ For `packer.records.schemas`.
 
 from collections.abc import Mapping, Sequence
 
-from packer.records.marks import edited, first_question, place_marks
 from packer.records.media import Media, SampleProblem
+from packer.records.places.marks import edited, first_question, place_marks
 from packer.records.reading import Reading
 from packer.records.record import Content
 from packer.text.chat_tokenizer import AUDIO_MARKER, IMAGE_MARKER, VIDEO_MARKER, Turn

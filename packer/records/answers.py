@@ -13,14 +13,13 @@ Lists are of texts or numbers, of objects with the text under a key of `TEXT_KEY
 or an object of such lists (SQuAD, and `datasets`' own form of a list of objects).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from packer.records.fields import Fields
 from packer.records.media import SampleProblem
 from packer.records.reading import Reading
-
-Record = Mapping[str, Any]
 
 ANSWER_COLUMNS = (("question", "answers"), ("query", "answers"), ("query", "label"))
 """Keys of a question and of its answers: TextVQA, DocVQA, VQAv2; ChartQA."""
@@ -34,29 +33,9 @@ _OTHER_CONTENT = ("conversations", "messages", "text_list", "texts", "response")
 """Keys of schemas that come before questions."""
 
 
-class Overlay(Mapping[str, Any]):
-    """A record with some values replaced; other values are looked up when they are asked for."""
-
-    def __init__(self, values: Record, record: Record) -> None:
-        self._values, self._record = values, record
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key] if key in self._values else self._record[key]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._values
-        yield from (key for key in self._record if key not in self._values)
-
-    def __len__(self) -> int:
-        return len(self._record) + sum(key not in self._record for key in self._values)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values or key in self._record
-
-
 def one_answer_each(
-    record: Record, pairs: Sequence[tuple[str, str]], reading: Reading, sample_id: str
-) -> Sequence[tuple[str, Record]]:
+    record: Fields, pairs: Sequence[tuple[str, str]], reading: Reading, sample_id: str
+) -> Sequence[tuple[str, Fields]]:
     """The samples of a record: what comes after its id, and the record with that answer alone.
 
     `pairs`: the keys of questions with one answer, which come first. SampleProblem if the answers
@@ -77,13 +56,13 @@ def one_answer_each(
     if len(several) == 1:
         suffixes = [""]
     return [
-        (suffix, Overlay({**values, renamed: text}, record))
+        (suffix, record.overlaid({**values, renamed: text}))
         for suffix, text in zip(suffixes, several, strict=True)
     ]
 
 
 def _columns(
-    record: Record, pairs: Sequence[tuple[str, str]]
+    record: Fields, pairs: Sequence[tuple[str, str]]
 ) -> tuple[str, dict[str, Any], str] | None:
     """The key of several answers, the question as schemas name it, and the answer's name there.
 
@@ -93,19 +72,18 @@ def _columns(
         return None
     pair = next((pair for pair in pairs if _has(record, *pair)), None)
     if pair is not None:
-        return (pair[1], {}, pair[1]) if _are_several(record[pair[1]]) else None
+        return (pair[1], {}, pair[1]) if _are_several(record.peek(pair[1])) else None
     for question, answers in ANSWER_COLUMNS:
         if _has(record, question, answers):
             return answers, {"question": record[question]}, "answer"
     for key in CAPTION_COLUMNS:
-        if _has(record, key) and _are_several(record[key]):
+        if _has(record, key) and _are_several(record.peek(key)):
             return key, {}, "caption"
     return None
 
 
-def _has(record: Record, *keys: str) -> bool:
-    # asked for only where they are: to look a key up is to read it
-    return all(key in record and record[key] is not None for key in keys)
+def _has(record: Fields, *keys: str) -> bool:
+    return all(record.peek(key) is not None for key in keys)
 
 
 def _are_several(given: Any) -> bool:

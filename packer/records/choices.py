@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packer.records.answers import Overlay, Record
+from packer.records.fields import Fields
 from packer.records.media import SampleProblem
 from packer.records.reading import Reading
 from packer.records.record import is_deep
@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 100_000
 """Of a text that holds a list: Python's own reader takes a hundred bytes for each."""
 
 
-def with_choices(record: Record, questions: Sequence[tuple[str, str]], reading: Reading) -> Record:
+def with_choices(record: Fields, questions: Sequence[tuple[str, str]], reading: Reading) -> Fields:
     """A record whose question has its options; as it is with "report", or if it has none.
 
     `questions`: keys of a question and its answer. SampleProblem (`bad_turn`) for options that are
@@ -48,17 +48,17 @@ def with_choices(record: Record, questions: Sequence[tuple[str, str]], reading: 
             bad = f"`{answer}` is {given}, and there are {len(options)} options (from 0)"
             raise SampleProblem("bad_turn", bad)
         values[answer] = list(options)[given]
-    return Overlay(values, record)
+    return record.overlaid(values)
 
 
-def _has_texts(record: Record, keys: tuple[str, str]) -> bool:
+def _has_texts(record: Fields, keys: tuple[str, str]) -> bool:
     question, answer = keys
     if question not in record or answer not in record:
         return False
-    return isinstance(record[question], str) and record[answer] is not None
+    return isinstance(record.peek(question), str) and record.peek(answer) is not None
 
 
-def _options(record: Record) -> dict[str, str]:
+def _options(record: Fields) -> dict[str, str]:
     """Letter -> text; empty if the record has none."""
     for key in CHOICE_KEYS:
         given = _parsed(record[key], key) if key in record else None

@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol
 from urllib.parse import unquote_to_bytes
 
 from balance.media.frame_archive import pack_frames
+from packer.records.fields import Fields
 from shards.folders import Folder
 from shards.local_folder import OutsideFolder
 from shards.stored_group import FRAMES
@@ -181,16 +182,15 @@ def from_base(media: Media, base: str) -> Media:
 # --- the fields of a record that give its files ---
 
 
-def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
+def files_of(record: Fields, kind: str) -> list[Media]:
     """The files of a kind, a key of FILE_KEYS: those under the one key that has any.
 
     If several have, one of them must list the files of the others too; else SampleProblem.
     """
     found: dict[str, list[Media]] = {}
     for key in FILE_KEYS[kind]:
-        given = record.get(key)
-        if not _is_empty(given):
-            found[key] = _several(given, kind)
+        if files := files_under(record, key, kind):
+            found[key] = files
     if not found:
         return []
     files = max(found.values(), key=len)
@@ -200,6 +200,20 @@ def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
             bad = f"{keys} hold different files; give all of them under one key, in order"
             raise SampleProblem(f"bad_{kind}_field", bad)
     return files
+
+
+def files_under(record: Fields, key: str, kind: str) -> list[Media]:
+    """The files that a record has under one key, if any."""
+    if _is_empty(record.peek(key)):
+        return []
+    return _several(_inside(record, record[key], key), kind)
+
+
+def _inside(record: Fields, given: Any, key: str) -> Any:
+    """Objects in a field of files, as fields of their own."""
+    if isinstance(given, list | tuple):
+        return [_inside(record, each, f"{key}[]") for each in given]
+    return record.inner(given, key)
 
 
 def _several(given: Any, kind: str) -> list[Media]:
@@ -277,14 +291,15 @@ def media_of_base64(text: Any, kind: str) -> Media:
         raise SampleProblem(f"bad_{kind}_field", f"the base64 of the {kind} is damaged") from None
 
 
-def media_of_part(part: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> Media | None:
+def media_of_part(part: Fields, keys: tuple[str, ...], kind: str) -> Media | None:
     """The file of a message part under one of `keys`; None if it only marks its place."""
     every = (*keys, "url", "path")
-    given = next((part[key] for key in every if part.get(key) is not None), None)
-    if isinstance(given, Mapping):
-        if given.get("url") is not None:
+    key = next((key for key in every if part.peek(key) is not None), None)
+    given = None if key is None else _inside(part, part[key], key)
+    if isinstance(given, Fields):
+        if given.peek("url") is not None:
             given = given["url"]
-        elif given.get("data") is not None:
+        elif given.peek("data") is not None:
             return media_of_base64(given["data"], kind)
     return None if given is None else media_of(given, kind)
 

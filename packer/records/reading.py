@@ -22,6 +22,8 @@ class Reading:
     """Marks of places that match no file: reject the sample, or keep them as text."""
     image_tokens: tuple[str, ...] = ()
     """The model's own strings for an image, which mark places too."""
+    keep_columns: tuple[str, ...] = ()
+    """Columns that the loader gives with each sample: they say nothing here, by whatever name."""
     video_tokens: tuple[str, ...] = ()
     audio_tokens: tuple[str, ...] = ()
     seed: int = 0

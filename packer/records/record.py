@@ -4,15 +4,13 @@ A source yields `RawRecord`s exactly as it finds them, damaged ones included.
 `packer.records.schemas` turns each into a `RawSample` or a `Rejected`; none is dropped on the way.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from packer.records.grounding import Objects
+from packer.records.fields import Unread
 from packer.records.media import Media
-from packer.text.chat_tokenizer import Turn
-
-Record = Mapping[str, Any]
+from packer.records.places.grounding import Objects
+from packer.text.turn import Turn
 
 MOST_DEPTH = 200
 """Nesting of a record at most: it is sent to other processes, some frames of the stack a level."""
@@ -27,6 +25,8 @@ REASONS: dict[str, str] = {
     "no_conversation": "there are no turns and no text",
     "bad_turn": "a turn has no text or an unknown role",
     "no_answer": "there is no assistant turn, so nothing to learn from",
+    "not_learned": "the record says that it is not to be learned",
+    "bad_loss": "a weight of the loss is neither 0 nor 1, or does not fit the turns",
     "bad_image_field": "`image` is neither a path nor a list of paths",
     "bad_video_field": "`video` is neither a path nor a list of paths",
     "bad_audio_field": "`audio` is neither a path nor a list of paths",
@@ -78,7 +78,7 @@ REASONS: dict[str, str] = {
 }
 """Every reason for which a sample can be rejected, in words."""
 
-BY_CHOICE = frozenset({"left_out", "not_drawn"})
+BY_CHOICE = frozenset({"left_out", "not_drawn", "not_learned"})
 """Reasons that are the user's wish and nothing wrong with the data."""
 
 
@@ -103,6 +103,8 @@ class Content:
     images: tuple[Media, ...] = ()
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
+    turns_path: str = ""
+    """Where the turns are in the record, such as `messages[]`."""
     objects: Objects | None = None
     """What the texts' `<ref-object>` and `<bbox>` mean, until the images' sizes are known."""
 
@@ -121,6 +123,10 @@ class RawSample:
     """As of `Content`."""
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
+    turns_path: str = field(default="", compare=False)
+    """As in `Content`."""
+    unread: tuple[Unread, ...] = field(default=(), compare=False)
+    """Keys of the record that were never read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
-from packer.records._tool_calls import read_tool_calls, with_tools
+from packer.records._message_fields import read_fields, with_tools
 from packer.records.answers import HUB_KEYS, one_answer_each
 from packer.records.choices import CHOICE_KEYS, LETTER_KEYS, with_choices
-from packer.records.grounding import OBJECTS_KEY, read_objects
-from packer.records.marks import NUMBERED_KEYS, column_numbers, record_files
+from packer.records.fields import Fields, is_empty
+from packer.records.loss import LOSS_KEYS, record_learned, turn_learned
 from packer.records.media import (
     FILE_KEYS,
     Media,
@@ -23,16 +23,20 @@ from packer.records.media import (
     media_of_base64,
     media_of_part,
 )
+from packer.records.places.grounding import OBJECTS_KEY, read_objects
+from packer.records.places.marks import NUMBERED_KEYS, column_numbers, record_files
 from packer.records.reading import DEFAULT_READING, Reading
-from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Record, Rejected, is_deep
+from packer.records.record import TOO_DEEP, Content, RawRecord, RawSample, Rejected, is_deep
 from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
 
 _Places = list[Media | None]
 """Files of parts of messages; None where a part only marks a place."""
+_Parts = dict[str, _Places]
+"""Kind of files -> the places of that kind."""
 
 ROLES: dict[str, str] = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
     "function_call": "assistant",
@@ -44,9 +48,14 @@ QUESTIONS_AND_ANSWERS = (
     ("instruction", "response"),
     ("prompt", "response"),
     ("prompt", "completion"),
+    ("query", "response"),
     ("question", "answer"),
 )
-"""Keys of a record with one question and its answer: FLAN's, Alpaca's, Dolly's, and others."""
+"""Keys of a record with one question and its answer: FLAN's, Alpaca's, Dolly's, ms-swift's."""
+HISTORY_KEY = "history"
+"""Earlier questions and answers of a record with one: ms-swift's and LLaMA-Factory's."""
+SYSTEM_KEYS = ("system", "system_prompt")
+"""A system prompt next to the turns."""
 INPUT_KEYS = ("input", "context")
 """What an instruction is about, in Alpaca's and in Dolly's words."""
 CAPTION_KEYS = ("caption", "txt", "TEXT")
@@ -60,8 +69,8 @@ CONTENT_KEYS: frozenset[str] = frozenset(
 )
 """A record without any of these has none of the schemas."""
 RECORD_KEYS: frozenset[str] = frozenset(
-    {"id", "__key__", "source", "system", "tools", "image_info", "status", "error_message"}
-    | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS}
+    {"id", "__key__", "source", "tools", "image_info", "status", "error_message", HISTORY_KEY}
+    | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS, *SYSTEM_KEYS, *LOSS_KEYS}
     | {key for keys in FILE_KEYS.values() for key in keys}
     | {*NUMBERED_KEYS, *HUB_KEYS, *CHOICE_KEYS, *LETTER_KEYS, OBJECTS_KEY}
 )
@@ -90,18 +99,28 @@ def parse_records(
             raise SampleProblem(record.reason, record.broken)
         if not isinstance(record.value, Mapping):
             raise SampleProblem("not_an_object", f"it is a {type(record.value).__name__}")
-        samples = one_answer_each(record.value, QUESTIONS_AND_ANSWERS, reading, sample_id)
+        fields = Fields(record.value)
+        samples = one_answer_each(fields, QUESTIONS_AND_ANSWERS, reading, sample_id)
     except SampleProblem as problem:
         return [Rejected(sample_id, source, problem.reason, problem.detail)]
     return [_parse(value, sample_id + suffix, source, reading) for suffix, value in samples]
 
 
-def _parse(record: Record, sample_id: str, source: str, reading: Reading) -> RawSample | Rejected:
+def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> RawSample | Rejected:
     """The sample in a record of one answer."""
     try:
         content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
-        files = content.images, content.audios, content.videos
-        return RawSample(sample_id, source, content.turns, *files, content.objects)
+        return RawSample(
+            sample_id=sample_id,
+            source=source,
+            turns=record_learned(record, content.turns, reading.keep_columns),
+            images=content.images,
+            audios=content.audios,
+            videos=content.videos,
+            objects=content.objects,
+            turns_path=content.turns_path,
+            unread=tuple(each for each in record.unread() if each[0] not in reading.keep_columns),
+        )
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
 
@@ -126,62 +145,97 @@ def _text(value: Any, key: str) -> str:
 # --- conversations ---
 
 
-def _conversation(record: Record, reading: Reading) -> Content:
+def _conversation(record: Fields, reading: Reading) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    given = [_rows(_parsed(record, key)) for key in ("conversations", "messages")]
-    found = [raw for raw in given if isinstance(raw, Sequence) and not isinstance(raw, str) and raw]
+    found = {}
+    for key in ("conversations", "messages"):
+        raw = _rows(_parsed(record.peek(key), key))
+        if isinstance(raw, list | tuple) and raw:
+            record[key]
+            found[key] = raw
     if not found:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
-    both = [_turns(raw) for raw in found]
-    turns, parts = both[0]
+    both = [_turns(record, raw, key) for key, raw in found.items()]
     if len(both) > 1 and both[1] != both[0]:
         bad = "`conversations` and `messages` are different conversations; keep one"
         raise SampleProblem("bad_turn", bad)
-    turns = _with_system(record.get("system"), turns)
-    turns = with_tools(turns, record.get("tools"))
+    return _content_of_turns(record, *both[0], f"{next(iter(found))}[]", reading)
+
+
+def _content_of_turns(
+    record: Fields, turns: tuple[Turn, ...], parts: _Parts, path: str, reading: Reading
+) -> Content:
+    """The content of a conversation, with what the record has next to it."""
+    turns = _with_system(record, turns)
+    with_them = with_tools(turns, record.peek("tools"))
+    if with_them is not turns:
+        record["tools"]
+        turns = with_them
     files = {kind: _files(record, kind, given) for kind, given in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    content = with_files(turns, files, reading, column_numbers(record))
+    content = replace(with_files(turns, files, reading, column_numbers(record)), turns_path=path)
     objects = read_objects(record, turns, files["image"] or content.images, content.images)
     return content if objects is None else replace(content, objects=objects)
 
 
-def _pairs(record: Record, reading: Reading) -> Content:
+def _pairs(record: Fields, reading: Reading) -> Content:
     """The Cauldron's `texts`: a list of one user and one assistant text each."""
-    messages = [
-        {"role": role, "content": pair.get(role)}
-        for pair in _rows(record["texts"])
-        for role in ("user", "assistant")
-    ]
-    return _conversation({**record, "messages": messages, "conversations": None}, reading)
+    messages = []
+    for pair in _rows(record["texts"]):
+        fields = record.inner(pair, "texts[]")
+        messages += [{"role": role, "content": fields.get(role)} for role in ("user", "assistant")]
+    turns, parts = _turns(record, messages, "texts[]")
+    return _content_of_turns(record, turns, parts, "texts[]", reading)
 
 
-def _question(record: Record, reading: Reading) -> Content:
+def _question(record: Fields, reading: Reading) -> Content:
     """One question and its answer, as in FLAN; an `instruction` may have an `input`."""
     keys = next(keys for keys in QUESTIONS_AND_ANSWERS if _has(record, *keys))
     question, answer = (record[key] for key in keys)
     if keys[0] == "instruction" and isinstance(question, str):
-        inputs = (record.get(key) for key in INPUT_KEYS)
-        given = [text for text in inputs if isinstance(text, str) and text]
-        question = "\n".join([question, *given])
+        texts = [record[key] for key in INPUT_KEYS if isinstance(record.peek(key), str)]
+        question = "\n".join([question, *filter(None, texts)])
     if _are_objects(question) and _are_objects(answer):  # both are lists of messages
-        messages = [*question, *answer]
-    else:
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _conversation({**record, "messages": messages, "conversations": None}, reading)
+        turns, parts = _turns(record, question, f"{keys[0]}[]")
+        answers, more = _turns(record, answer, f"{keys[1]}[]")
+        joined = {kind: parts[kind] + more[kind] for kind in parts}
+        return _content_of_turns(record, (*turns, *answers), joined, f"{keys[1]}[]", reading)
+    pairs = [*_history(record), (question, answer)]
+    messages = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    turns, parts = _turns(record, messages, keys[1])
+    return _content_of_turns(record, turns, parts, keys[1], reading)
+
+
+def _history(record: Fields) -> list[tuple[Any, Any]]:
+    """Earlier questions and answers: pairs in a list, which tables may hold as JSON."""
+    if is_empty(record.peek(HISTORY_KEY)):
+        return []
+    pairs = _parsed(record[HISTORY_KEY], HISTORY_KEY)
+    known = isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    )
+    if not known:
+        raise SampleProblem("bad_turn", f"`{HISTORY_KEY}` is not a list of [question, answer]")
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 # --- turns ---
 
 
-def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, _Places]]:
+def _turns(record: Fields, raw: Sequence[Any], key: str) -> tuple[tuple[Turn, ...], _Parts]:
     """The turns of a conversation, and the files that their parts bring."""
-    parts: dict[str, _Places] = {kind: [] for kind in MARKERS}
-    return tuple(_turn(item, number, parts) for number, item in enumerate(raw)), parts
+    parts: _Parts = {kind: [] for kind in MARKERS}
+    path = key if key.endswith("[]") else f"{key}[]"
+    turns = (_turn(record.inner(item, path), number, parts) for number, item in enumerate(raw))
+    return tuple(turns), parts
 
 
-def _files(record: Record, kind: str, places: _Places) -> list[Media]:
+def _files(record: Fields, kind: str, places: _Places) -> list[Media]:
     """The files that parts of messages bring, else those of the record."""
     files = [each for each in places if each is not None] or record_files(record, kind)
     if places and not files:
@@ -190,9 +244,8 @@ def _files(record: Record, kind: str, places: _Places) -> list[Media]:
     return files
 
 
-def _parsed(record: Record, key: str) -> Any:
+def _parsed(raw: Any, key: str) -> Any:
     """What tables hold as JSON in a text; anything else, such as an empty text, as it is."""
-    raw = record.get(key)
     if not isinstance(raw, str) or not raw.strip():
         return raw
     try:
@@ -204,26 +257,29 @@ def _parsed(record: Record, key: str) -> Any:
     return value
 
 
-def _turn(item: Any, number: int, parts: dict[str, _Places]) -> Turn:
-    if not isinstance(item, Mapping):
+def _turn(item: Any, number: int, parts: _Parts) -> Turn:
+    if not isinstance(item, Fields):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
-    given, text = _first(item, "from", "role"), _first(item, "value", "content")
+    given, text = _read_first(item, "from", "role"), _read_first(item, "value", "content")
+    if given is not None and given == item.peek("role"):
+        item["role"]
     role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
     if role is None:
         bad = f"turn {number} has the role {str(given)[:80]!r}; known: {', '.join(ROLES)}"
         raise SampleProblem("bad_turn", bad)
     if isinstance(text, list):
-        text = "".join(_part(part, number, parts) for part in text)
-    text, more = read_tool_calls(item, str(given).strip().lower(), text, number)
+        several = (item.inner(part, "content[]") for part in text)
+        text = "".join(_part(part, number, parts) for part in several)
+    text, more = read_fields(item, str(given).strip().lower(), text, number)
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the text of turn {number} is a {type(text).__name__}")
-    return Turn(role, text, more)
+    return Turn(role, text, more, turn_learned(item, role, text))
 
 
-def _part(part: Any, number: int, parts: dict[str, _Places]) -> str:
+def _part(part: Any, number: int, parts: _Parts) -> str:
     """A part of an OpenAI message as text; its file is added to `parts`."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+    kind = part.get("type") if isinstance(part, Fields) else None
+    if kind in ("text", "input_text", "output_text") and isinstance(part.peek("text"), str):
         return plain_text(part["text"])
     for name, marker in MARKERS.items():
         keys = (f"{name}_url", f"input_{name}", name)
@@ -235,19 +291,28 @@ def _part(part: Any, number: int, parts: dict[str, _Places]) -> str:
     raise SampleProblem("bad_turn", bad)
 
 
-def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Turns after ShareGPT's separate `system`, unless they have one of their own."""
-    if system is None or system == "" or turns[0].role == "system":
+def _with_system(record: Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Turns after a system prompt next to them; one of their own leaves that unread."""
+    given = {key: record.peek(key) for key in SYSTEM_KEYS if not is_empty(record.peek(key))}
+    if not given:
         return turns
-    if not isinstance(system, str):
-        raise SampleProblem("bad_turn", f"`system` is a {type(system).__name__}")
-    return (Turn("system", system), *turns)
+    if turns[0].role == "system":
+        for key, system in given.items():
+            if system == turns[0].text:
+                record[key]
+        return turns
+    for key, system in given.items():
+        if not isinstance(record[key], str):
+            raise SampleProblem("bad_turn", f"`{key}` is a {type(system).__name__}")
+    if len(set(given.values())) > 1:
+        raise SampleProblem("bad_turn", f"{' and '.join(f'`{key}`' for key in given)} differ")
+    return (Turn("system", next(iter(given.values()))), *turns)
 
 
 # --- documents ---
 
 
-def _mmc4(record: Record, _reading: Reading) -> Content:
+def _mmc4(record: Fields, _reading: Reading) -> Content:
     """MMC4: `text_list`, and in `image_info` the sentence that each image precedes."""
     before: dict[int, list[Media]] = {}
     sentences, infos = record["text_list"], record.get("image_info") or []
@@ -256,8 +321,8 @@ def _mmc4(record: Record, _reading: Reading) -> Content:
     if not isinstance(infos, list):
         bad = f"`image_info` is a {type(infos).__name__}, not a list"
         raise SampleProblem("bad_image_field", bad)
-    for info in infos:
-        place = info.get("matched_text_index") if isinstance(info, Mapping) else None
+    for info in (record.inner(info, "image_info[]") for info in infos):
+        place = info.get("matched_text_index") if isinstance(info, Fields) else None
         if type(place) is not int or not 0 <= place < len(sentences):  # True is an integer too
             bad = f"`image_info` puts an image at sentence {str(place)[:80]}"
             raise SampleProblem("bad_image_field", bad)
@@ -268,14 +333,14 @@ def _mmc4(record: Record, _reading: Reading) -> Content:
     return _document(" ".join(texts), {"image": images})
 
 
-def _mmc4_image(info: Record) -> Media:
+def _mmc4_image(info: Fields) -> Media:
     """By name, as base64 (converters to tars), or by a URL that nobody has downloaded."""
-    if info.get("image_base64") is not None:
+    if info.peek("image_base64") is not None:
         return media_of_base64(info["image_base64"], "image")
     return media_of(info.get("image_name") or info.get("raw_url"), "image")
 
 
-def _obelics(record: Record, _reading: Reading) -> Content:
+def _obelics(record: Fields, _reading: Reading) -> Content:
     """OBELICS: `images` and `texts` of equal length, at each place one of the two."""
     images, texts = record["images"], record["texts"]
     if len(images) != len(texts):
@@ -284,15 +349,15 @@ def _obelics(record: Record, _reading: Reading) -> Content:
     for text in texts:
         if text is not None and not isinstance(text, str):
             raise SampleProblem("bad_turn", f"`texts` holds a {type(text).__name__}")
-    files = [media_of(image, "image") for image in images if image]
+    files = [media_of(record.inner(image, "images[]"), "image") for image in images if image]
     pairs = zip(images, texts, strict=True)
     pieces = [IMAGE_MARKER * bool(image) + plain_text(text or "") for image, text in pairs]
     return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
-def _caption(record: Record, _reading: Reading) -> Content:
+def _caption(record: Fields, _reading: Reading) -> Content:
     """An image, a video or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
-    text = _first(record, *CAPTION_KEYS, "text")
+    text = _read_first(record, *CAPTION_KEYS, "text")
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the caption is a {type(text).__name__}")
     files = {kind: record_files(record, kind) for kind in MARKERS}
@@ -302,19 +367,19 @@ def _caption(record: Record, _reading: Reading) -> Content:
     return _document(markers + plain_text(text), files)
 
 
-def _no_image(record: Record) -> SampleProblem:
+def _no_image(record: Fields) -> SampleProblem:
     """Why a caption has no file: its download failed, or has not been tried."""
     status, error = record.get("status"), record.get("error_message")
     if isinstance(status, str) and status != "success":
         return SampleProblem("missing_image", f"{status}: {error}"[:200] if error else status[:200])
-    url = next((record[key] for key in URL_KEYS if isinstance(record.get(key), str)), None)
+    url = next((record[key] for key in URL_KEYS if isinstance(record.peek(key), str)), None)
     if status is None and url is not None:
         what = f"{url[:120]}: download it first, for example with img2dataset"
         return SampleProblem("image_url", what)
     return SampleProblem("missing_image", "a caption without an image")
 
 
-def _document_text(record: Record, reading: Reading) -> Content:
+def _document_text(record: Fields, reading: Reading) -> Content:
     """Plain text; with images, `<image>` marks their places."""
     text = record["text"]
     if not isinstance(text, str):
@@ -339,7 +404,7 @@ def _document(text: str, files: Files) -> Content:
 # --- the schema of a record ---
 
 
-def _content(record: Record, reading: Reading) -> Content:
+def _content(record: Fields, reading: Reading) -> Content:
     for fits, read in _SCHEMAS:
         if fits(record):
             return read(record, reading)
@@ -348,30 +413,34 @@ def _content(record: Record, reading: Reading) -> Content:
     raise SampleProblem("no_conversation", f"it has the keys {has}; expected {known}")
 
 
-def _is_captioned(record: Record) -> bool:
-    is_linked_pair = _has(record, "url", "text") and _first(record, *PAIR_KEYS) is not None
-    return is_linked_pair or _first(record, *CAPTION_KEYS) is not None
+def _is_captioned(record: Fields) -> bool:
+    is_linked_pair = _has(record, "url", "text") and _has_any(record, *PAIR_KEYS)
+    return is_linked_pair or _has_any(record, *CAPTION_KEYS)
 
 
-_SCHEMAS: tuple[tuple[Callable[[Record], bool], Callable[[Record, Reading], Content]], ...] = (
-    (lambda record: _first(record, "conversations", "messages") is not None, _conversation),
+_SCHEMAS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields, Reading], Content]], ...] = (
+    (lambda record: _has_any(record, "conversations", "messages"), _conversation),
     (lambda record: _has(record, "text_list"), _mmc4),
-    (lambda record: _are_objects(_rows(record.get("texts"))), _pairs),
-    (lambda record: all(isinstance(record.get(k), list) for k in ("texts", "images")), _obelics),
+    (lambda record: _are_objects(_rows(record.peek("texts"))), _pairs),
+    (lambda record: all(isinstance(record.peek(k), list) for k in ("texts", "images")), _obelics),
     (lambda record: any(_has(record, *keys) for keys in QUESTIONS_AND_ANSWERS), _question),
     (_is_captioned, _caption),
     (lambda record: "text" in record, _document_text),
 )
-"""Schemas in the order in which they are tried: the most particular first."""
+"""Schemas in the order in which they are tried: the most particular first. None reads by it."""
 
 
-def _has(record: Record, *keys: str) -> bool:
-    return all(record.get(key) is not None for key in keys)
+def _has(record: Fields, *keys: str) -> bool:
+    return all(record.peek(key) is not None for key in keys)
 
 
-def _first(record: Record, *keys: str) -> Any:
+def _has_any(record: Fields, *keys: str) -> bool:
+    return any(record.peek(key) is not None for key in keys)
+
+
+def _read_first(record: Fields, *keys: str) -> Any:
     """The first of these values; a key that a record does not have may be a null (in tables)."""
-    return next((record[key] for key in keys if record.get(key) is not None), None)
+    return next((record[key] for key in keys if record.peek(key) is not None), None)
 
 
 def _are_objects(given: Any) -> bool:

@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from balance.errors import DataError
 from balance.types import Limits
+from packer.records.fields import NeverRead
 from packer.records.record import BY_CHOICE
 from packer.table_queries import as_frame, count_reasons
 
@@ -32,6 +33,8 @@ class BuildSummary:
     added_tokens: dict[str, int]
     id_conflicts: dict[str, tuple[int, int]]
     """Token -> (id that the tokenizer's config declares, id that it has)."""
+    never_read: dict[str, NeverRead]
+    """Source -> keys of its records that nothing reads."""
     seconds: dict[str, float]
 
 

@@ -33,6 +33,7 @@ from balance.metrics import (
 from balance.order.global_shuffle import epoch_steps
 from balance.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
 from packer.group import LIMITS_NAME
+from packer.records.fields import NeverRead
 from packer.table_queries import count_reasons, query_table
 from shards.folders import on_disk
 from shards.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -127,6 +128,8 @@ class Report:
     num_packed: int
     num_rejected: int
     rejected: dict[str, int]
+    never_read: dict[str, NeverRead]
+    """Source -> keys of its records that nothing reads, with the records that have them."""
     num_groups: int
     dp_world_size: int
     fill: float
@@ -167,6 +170,7 @@ class _Tables:
     groups: Groups
     rejected: dict[str, int]
     """Reason -> samples, most frequent first."""
+    never_read: dict[str, NeverRead]
     num_repeated: int
     limits: Limits
     limits_explained: tuple[str, ...]
@@ -200,6 +204,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         num_packed=len(packed),
         num_rejected=num_rejected,
         rejected=tables.rejected,
+        never_read=tables.never_read,
         num_groups=len(groups),
         dp_world_size=dp,
         fill=fill(groups, counts.seq_len, limits.max_seq_len),
@@ -339,11 +344,13 @@ def _read_tables(out: Path) -> _Tables:
     if (out / MANIFEST_NAME).exists():
         manifest = read_manifest(out)
         limits = manifest.limits
+        unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
         found = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
         _check_totals(manifest, found | {"num_groups": len(groups)})
     else:
         limits, explained = _read_limits(out)
+        unread = {}
 
     table = counts.to_arrow()
     return _Tables(
@@ -353,6 +360,7 @@ def _read_tables(out: Path) -> _Tables:
         groups=groups,
         num_repeated=len(counts) - counts["position"].n_unique(),
         rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),
+        never_read=unread,
         limits=limits,
         limits_explained=explained,
     )

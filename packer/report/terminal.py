@@ -16,6 +16,7 @@ from balance.baseline_samplers import BATCH_SIZE
 from balance.grouping.caps import GROUPS_LINE
 from packer.build_dir import REPORT_NAME
 from packer.format_text import counted, seconds_text, share_text, size_text, visible
+from packer.records.fields import never_read_line
 from packer.records.record import REASONS
 from packer.report.build_summary import BuildSummary
 from packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, MethodFigures, Report
@@ -63,6 +64,8 @@ def print_report(report: Report, console: Console) -> None:
     if report.num_sources > 1:
         _print_table(source_table(report), console, "source")
         console.print(f"[dim]{SOURCE_CAPTION}[/]")
+    if unread := never_read_line(report.never_read, most=None):
+        _print(console, f"[yellow]note:[/] {escape(visible(unread))}")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {note}")
 
@@ -212,6 +215,8 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
         yield label, f"{entry.number:,} {reason}: {words}; first: {visible(entry.first)}"
     if summary.rejected:
         yield "", f"all of them: {join(summary.out, REJECTED_NAME)}"
+    if line := never_read_line(summary.never_read):
+        yield "note", visible(line)
     shards, place = manifest["shards"], join(summary.out, "shards")
     size = size_text(sum(shard["size"] for shard in shards))
     yield "shards", f"{len(shards):,} in {place} ({manifest['format']}), {size}"

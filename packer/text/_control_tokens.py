@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
-from packer.text.chat_template import Span
+from packer.text.turn import Span
 
 _LETTERS = 0x10_0000
 """First of the private characters (plane 16) that stand for a control string in content."""
@@ -54,6 +54,14 @@ class ControlTokens:
     def can_protect(self, text: str) -> bool:
         """Whether `text` is free of the private characters that `protect` needs."""
         return _PRIVATE.search(text) is None
+
+    def is_escaped_in(self, rendered: str) -> bool:
+        """Whether a private character of `protect` was rendered as an escape of JSON."""
+        return "\\udbc" in rendered
+
+    def strings_in(self, text: str) -> list[Span]:
+        """The places of the control strings in a text."""
+        return [match.span() for match in self._pattern.finditer(text)]
 
     def protect(self, content: str, tokens: frozenset[str] = frozenset()) -> str:
         """Content with a private character for each control string (step 1).

@@ -14,7 +14,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from balance.presets import MediaMarkup
-from packer.text.chat_template import Span
+from packer.text.turn import Span
 
 Part = dict[str, str]
 MediumKind = Literal["image", "video", "audio"]
@@ -59,6 +59,10 @@ class MediaWriter:
         for marker in self._media:
             text = text.replace(marker, "\0")
         return text
+
+    def markers_in(self, text: str) -> list[Span]:
+        """The places of the markers in a raw text."""
+        return [match.span() for match in self._pieces.finditer(text)]
 
     def content(self, text: str, guard: Guard) -> str | list[Part]:
         """The content of a message, as the chat template wants it."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Encoding
 
-from packer.text.chat_template import Span
+from packer.text.turn import Span
 
 
 def token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:

@@ -1,36 +1,49 @@
 """Chat templates: messages -> text to tokenise, and its learned characters.
 
-For `packer.text.chat_tokenizer`. The Jinja environment offers what transformers offers to
-templates: a sandbox, trimmed blocks, loop controls, `raise_exception`, `tojson`, `strftime_now`
-and `{% generation %}`. Pure, except for the date of `strftime_now`.
+For `packer.text.chat_tokenizer`. Three ways to find the answers in a text, the cheapest that holds:
+a rendering of stand-ins, which is remembered for all conversations of that shape; renderings of
+the conversation up to each answer; and marks that the template's loop over the messages writes
+(`packer.text._turn_places`), for templates that write earlier turns otherwise than the last. Pure.
 """
 
 import itertools
 import json
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import date
+from functools import cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
-from balance.errors import ConfigError
+from packer.text import template_environment
+from packer.text._turn_places import (
+    PlaceMarks,
+    Places,
+    edge,
+    holds_marks,
+    merged,
+    prompt_end,
+    read_marks,
+    split_by_turn,
+)
+from packer.text.template_environment import compile_template, reads_the_date
+from packer.text.turn import Span
 
 Message = Mapping[str, Any]
 """`role`, and `content`: a string, or a list of `{"type": "text", "text": ...}` and
 `{"type": "image"}`."""
 
-Span = tuple[int, int]
-"""First character or token, and the one after the last."""
+Learned = bool | Sequence[Span] | None
+"""As `Turn.learned`."""
 
+DEFAULT_DATE = date(2026, 1, 1)
+"""What `strftime_now` gives where no date is given: the same text on any day."""
+MOST_SAID = 2000
+"""Characters of an error that a template raises."""
 MOST_OUTLINES = 4096
 """Shapes of conversations to remember."""
 MANY_ANSWERS = 48
@@ -42,10 +55,13 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 _STAND_IN = re.compile(f"{_NONCHARACTERS[2]}([0-9]+){_NONCHARACTERS[3]}")
 # What a template may raise: its own errors, and those of Python expressions in it.
-_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-
+_ERRORS = (
+    *(TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, RuntimeError),
+)
+_PROBE = "probe"
+_PROBE_PARTS = [{"type": "text", "text": _PROBE}]
+_MARK_THEM = "mark the answers with {% generation %} in the template"
 _PLAIN_KEYS = {"role", "content"}
 
 
@@ -56,15 +72,24 @@ class TemplateRefusedError(Exception):
 class ChatTemplate:
     """A compiled chat template."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """Compile `source` for variables such as `bos_token`; ConfigError if it is not Jinja."""
+    def __init__(self, source: str, variables: Mapping[str, str], day: date = DEFAULT_DATE) -> None:
+        """Compile `source` for variables such as `bos_token`; ConfigError if it is not Jinja.
+
+        `day` is what `strftime_now` writes.
+        """
+        self._source = source
+        self._day = day
         self._variables = dict(variables)
         self._marks_generation = bool(_GENERATION.search(source))
         self._outlines: dict[tuple[Any, ...], _Outline | None] = {}
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from None
+        self._template = compile_template(source, day)
+        self.reads_date = reads_the_date(source)
+        """Whether the text depends on the day."""
+
+    @cached_property
+    def _marking_template(self) -> jinja2.Template:
+        """The template that marks turns; compiled when it is first needed."""
+        return compile_template(self._source, self._day, marks_turns=True)
 
     def render(
         self,
@@ -73,21 +98,29 @@ class ChatTemplate:
         tools: Any = None,
         add_generation_prompt: bool = False,
         marks: tuple[str, str] = ("", ""),
+        place_marks: PlaceMarks | None = None,
     ) -> str:
-        """The text of `messages`, with `marks` around generated text. TemplateRefusedError."""
+        """The text of `messages`, with `marks` around generated text. TemplateRefusedError.
+
+        With `place_marks`, turns are marked too.
+        """
         if not messages and not add_generation_prompt:
             raise TemplateRefusedError("the conversation is empty")
+        variables = dict(
+            self._variables,
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            generation_marks=marks,
+            isobatch_turn=place_marks,
+        )
+        template = self._template if place_marks is None else self._marking_template
         try:
-            return self._template.render(
-                self._variables,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                generation_marks=marks,
-            )
+            return template_environment.render(template, variables)
         except _ERRORS as error:
-            raise TemplateRefusedError(f"the chat template refuses it: {error}") from None
+            said = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:MOST_SAID])
+            raise TemplateRefusedError(f"the chat template refuses it: {said}") from None
 
     def render_with_answers(
         self, messages: Sequence[Message], tools: Any = None
@@ -95,14 +128,74 @@ class ChatTemplate:
         """The whole conversation, and its character spans with labels, in order and disjoint.
 
         These are what `{% generation %}` marks in the template. Without marks: what each assistant
-        message adds after the generation prompt, if shorter conversations render to prefixes.
+        message adds after the generation prompt, up to where the next message begins.
         """
         if self._marks_generation:
             return self._marked(messages, tools)
         if tools is None and all(message.keys() == _PLAIN_KEYS for message in messages):
             return self._by_prefix(messages)
         full = self.render(messages, tools=tools)
-        return full, self._by_renders(messages, full, tools=tools)
+        return full, self._answers(messages, full, tools)
+
+    def render_as_learned(
+        self,
+        messages: Sequence[Message],
+        learned: Sequence[Learned],
+        edged: Sequence[Message],
+        tools: Any = None,
+    ) -> tuple[str, list[Span]]:
+        """As `render_with_answers`, with labels as `learned` says for each message.
+
+        `edged` are the messages with the marks `edge(2 * i)` and `edge(2 * i + 1)` in their texts:
+        around all that has labels in message `i` because its author says so, once for each range.
+        """
+        text = self.render(messages, tools=tools)
+        by_role = {i for i, m in enumerate(messages) if m["role"] == "assistant"}
+        kept = {i for i in by_role if learned[i] is None or learned[i] is True}
+        spans = []
+        if kept:
+            spans = [span for i, span in self._by_message(messages, tools) if i in kept]
+        given = [i for i, each in enumerate(learned) if each and i not in kept]
+        if given:
+            spans += self._between_edges(text, edged, given, tools)
+        return text, merged(spans)
+
+    def _by_message(self, messages: Sequence[Message], tools: Any) -> list[tuple[int, Span]]:
+        """The spans with labels by role, and the message of each."""
+        text, spans = self.render_with_answers(messages, tools)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not self._marks_generation:
+            return list(zip(answers, spans, strict=True))
+        parts = split_by_turn(spans, self._places(messages, text, tools).turns)
+        if any(i is None for i, _ in parts):
+            raise TemplateRefusedError(
+                "the chat template does not tell whose text {% generation %} encloses, and the"
+                " record says which turns are learned"
+            )
+        return [(i, span) for i, span in parts if i is not None]
+
+    def _between_edges(
+        self, text: str, edged: Sequence[Message], given: Sequence[int], tools: Any
+    ) -> list[Span]:
+        """What is between the edges of the messages `given`."""
+        places = read_marks(self.render(edged, tools=tools))
+        if places.text != text:
+            raise TemplateRefusedError(
+                "the chat template reads the texts that it writes, so the parts that the record"
+                " says are learned have no place of their own in the text"
+            )
+        spans = []
+        for i in given:
+            starts, ends = places.edges.get(2 * i, []), places.edges.get(2 * i + 1, [])
+            meant = edged[i]
+            number = json.dumps(meant, ensure_ascii=False).count(edge(2 * i))
+            if not len(starts) == len(ends) == number:
+                raise TemplateRefusedError(
+                    f"the chat template leaves out or repeats text of turn {i} that the record"
+                    " says is learned"
+                )
+            spans += list(zip(starts, ends, strict=True))
+        return spans
 
     def _marked(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         used = json.dumps([messages, tools], ensure_ascii=False)
@@ -123,7 +216,14 @@ class ChatTemplate:
                 self._outlines.clear()
             self._outlines[shape] = self._outline(messages)
         spans = _fit_outline(self._outlines[shape], texts, full)
-        return full, self._by_renders(messages, full) if spans is None else spans
+        return full, self._answers(messages, full) if spans is None else spans
+
+    def _answers(self, messages: Sequence[Message], full: str, tools: Any = None) -> list[Span]:
+        """The spans of all answers, by whichever way finds them."""
+        try:
+            return self._by_renders(messages, full, tools=tools)
+        except TemplateRefusedError as refusal:
+            return self._by_turns(messages, full, tools, refusal)
 
     def _outline(self, messages: Sequence[Message]) -> "_Outline | None":
         """What the template writes around the texts of such messages; None if that cannot be told.
@@ -142,7 +242,10 @@ class ChatTemplate:
             found = list(_STAND_IN.finditer(text))
             if [match[1] for match in found] != [str(i) for i in range(next(number))]:
                 return None
-            spans = self._by_context(stand_ins, text, [match.span() for match in found])
+            try:
+                spans = self._by_context(stand_ins, text, [match.span() for match in found])
+            except TemplateRefusedError as refusal:
+                spans = self._by_turns(stand_ins, text, None, refusal)
         except TemplateRefusedError:
             return None
         ends = [0, *(match.end() for match in found)]
@@ -195,10 +298,81 @@ class ChatTemplate:
             if not (full.startswith(after) and after.startswith(before)):
                 raise TemplateRefusedError(
                     f"the chat template rewrites earlier turns, so turn {i} has no place of its own"
-                    " in the text; mark the answers with {% generation %} in the template"
+                    f" in the text; {_MARK_THEM}"
                 )
             spans.append((len(before), len(after)))
         return spans
+
+    # --- places of turns, for templates that write earlier turns otherwise than the last ---
+
+    def _places(self, messages: Sequence[Message], full: str, tools: Any) -> Places:
+        """What the template's loop writes for each message of `full`."""
+        # by identity, so the same object must not be two messages
+        own = [dict(message) for message in messages]
+        places = read_marks(self.render(own, tools=tools, place_marks=PlaceMarks(own)))
+        if places.text != full:
+            raise TemplateRefusedError("the chat template reads the text that it has written")
+        return places
+
+    def _by_turns(
+        self,
+        messages: Sequence[Message],
+        full: str,
+        tools: Any,
+        refusal: TemplateRefusedError,
+    ) -> list[Span]:
+        """The spans of all answers: what is written for each after the generation prompt.
+
+        `refusal` is raised where they cannot be told.
+        """
+        if holds_marks([messages, tools]):
+            raise refusal
+        places = self._places(messages, full, tools)
+        if not places.turns:
+            raise refusal
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts: dict[tuple[str, ...], str] = {}
+        spans = []
+        for i in answers:
+            if not (pieces := places.turns.get(i)):
+                raise TemplateRefusedError(f"the chat template leaves out turn {i}, an answer")
+            roles = tuple(str(message["role"]) for message in messages[max(0, i - 2) : i])
+            if len(answers) < MANY_ANSWERS or roles not in prompts:
+                prompts[roles] = self._prompt(messages, i, tools)
+            (first, end), *later = pieces
+            begin = prompt_end(full[first:end], prompts[roles], is_first=first == 0)
+            # a turn that goes on after a tool's answer or another of its own has no header
+            if begin is None and roles[-1:] not in (("assistant",), ("tool",)):
+                raise refusal
+            spans += [(first + (begin or 0), end), *later]
+        if messages[-1]["role"] == "assistant" and spans[-1][1] >= places.end_of_turns:
+            spans[-1] = (spans[-1][0], len(full))
+        return spans
+
+    def _prompt(self, messages: Sequence[Message], i: int, tools: Any) -> str:
+        """What the template writes before an answer is generated, for the answer `i`."""
+        before = [dict(message) for message in messages[:i]]
+        others = [[dict(message)] for message in messages if message["role"] == "user"][:1]
+        probes = ([{"role": "user", "content": content}] for content in (_PROBE, _PROBE_PARTS))
+        for start in (before, *others, *probes):
+            if not start:
+                continue
+            try:
+                marked = self.render(
+                    start,
+                    tools=tools,
+                    add_generation_prompt=True,
+                    place_marks=PlaceMarks(start),
+                )
+                plain = self.render(start, tools=tools)
+            except TemplateRefusedError:
+                continue
+            asked = read_marks(marked)
+            if prompt := asked.text[asked.end_of_turns :]:
+                return prompt
+            same = (n for n, (a, b) in enumerate(zip(asked.text, plain, strict=False)) if a != b)
+            return asked.text[next(same, min(len(asked.text), len(plain))) :]
+        return ""
 
 
 _Place = tuple[int, int]
@@ -297,54 +471,3 @@ def _with_texts(content: Any, new: Callable[[], str]) -> Any:
     if isinstance(content, str):
         return new()
     return [{**part, "text": new()} if part["type"] == "text" else part for part in content]
-
-
-class _GenerationMarks(Extension):
-    """`{% generation %}`: its body, between the two strings of `generation_marks`."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain attribute)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    @jinja2.pass_context
-    def _mark(self, context: Context, caller: Callable[[], str]) -> str:
-        first, last = context["generation_marks"]
-        return f"{first}{caller()}{last}"
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' environment, quicker with messages."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """`message.content`: Jinja tries an attribute and, an exception later, the key."""
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    extensions = [_GenerationMarks, loopcontrols]
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    # Jinja's own filter escapes HTML, which is wrong in a prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-def _strftime_now(form: str) -> str:
-    """Today; or the day of SOURCE_DATE_EPOCH (reproducible-builds.org), to repeat a build."""
-    epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    now = datetime.now() if epoch is None else datetime.fromtimestamp(int(epoch), UTC)
-    return now.strftime(form)

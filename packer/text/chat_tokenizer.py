@@ -10,12 +10,14 @@ of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
 
 import hashlib
 import json
+import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -32,8 +34,15 @@ from packer.text._media_placeholders import (
     write_markups,
 )
 from packer.text._token_spans import spans_between, token_spans
-from packer.text._tool_turns import messages_of, require_shown
-from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
+from packer.text._turn_fields import (
+    DROPPED_THOUGHT,
+    MessageFields,
+    dropped_thoughts,
+    messages_of,
+    require_shown,
+)
+from packer.text._turn_places import edge, holds_marks
+from packer.text.chat_template import DEFAULT_DATE, ChatTemplate, Message, TemplateRefusedError
 from packer.text.tokenizer_files import (
     TokenizerFiles,
     build_backend,
@@ -42,6 +51,7 @@ from packer.text.tokenizer_files import (
     id_conflicts,
     read_tokenizer_files,
 )
+from packer.text.turn import Span, Turn, widened
 from shards.stored_group import Int32Array
 
 IMAGE_MARKER = "<image>"
@@ -53,23 +63,9 @@ AUDIO_MARKER = "<audio>"
 DOCUMENT = "document"
 """Role of the only turn of a document."""
 
+__all__ = ["DOCUMENT", "DROPPED_THOUGHT", "ChatTokenizer", "EncodedText", "TextRejected", "Turn"]
+
 _PROBE = "isobatch probe"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: str
-    """`user`, `assistant`, `system` or `tool`; or `DOCUMENT`, then it is the only turn."""
-    text: str
-    """Raw text with a marker for each image, video and clip."""
-    more: str = ""
-    """JSON object of the message's other keys; in the first turn also the record's `tools`."""
-    learned: bool | tuple[Span, ...] | None = None
-    """Whether it has labels: None as its role says; or the characters of `text` that have them."""
-    tokens: tuple[str, ...] = ()
-    """Control strings that are tokens where `text` has them, and no letters: of boxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +83,9 @@ class EncodedText:
     num_videos: int = 0
     videos_at: tuple[int, ...] = ()
     """Places of the videos among images and videos, in the order of the text."""
+    unused: tuple[tuple[int, str], ...] = ()
+    """Fields that did not change the text: (number of the turn, key of its `more`), or
+    `DROPPED_THOUGHT` for a thought in the text of a turn that the template leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class TextRejected:
     """Why a conversation cannot be tokenised."""
 
     reason: str
-    """`invalid_utf8`, `chat_template` or `control_token`."""
+    """`invalid_utf8`, `chat_template`, `control_token` or `not_learned`."""
     detail: str
 
 
@@ -111,6 +110,9 @@ class _Rendered:
     videos_at: tuple[int, ...]
     protected: bool
     """Whether `text` is aliased, because the content holds control strings."""
+    unused: tuple[tuple[int, str], ...]
+    says_learned: bool
+    """Whether a turn says itself which of it is learned."""
 
 
 class ChatTokenizer:
@@ -123,6 +125,7 @@ class ChatTokenizer:
         image: MediaMarkup,
         audio: MediaMarkup | None,
         video: MediaMarkup | None,
+        template_date: date,
     ) -> None:
         """Built by `load`."""
         self._backend = build_backend(files)
@@ -141,22 +144,27 @@ class ChatTokenizer:
         """None for a model without videos; it may be the image token's."""
         self.vocab_size = self._backend.get_vocab_size()
         """Number of tokens, added ones included: rows that the model's embedding needs."""
-        self._template = ChatTemplate(template, files.named_tokens)
+        self._template = ChatTemplate(template, files.named_tokens, template_date)
+        self.template_date = template_date.isoformat() if self._template.reads_date else None
+        """The day that the template writes; None if it writes none."""
+        self._fields = MessageFields(self._template)
         self._control = ControlTokens(self._backend)
-        takes_parts = not self._renders(_PROBE)
-        if takes_parts and not self._renders([text_part(_PROBE)]):
-            raise ConfigError(
-                f"tokenizer {files.where}: its chat template renders no user message; give another"
-            )
+        takes_parts = self._takes_parts(files.where)
         self._media = self._media_of(image, video, audio, takes_parts=takes_parts)
         self._visual = [medium for medium in self._media if medium.kind != "audio"]
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
         self._bos, self._eos = document_ends(files, self._backend)
-        self.hash = _hash(files, self._backend, template, markups)
+        self.hash = _hash(files, self._backend, template, markups, self.template_date)
         """Changes whenever the same text could be tokenised or labelled otherwise."""
 
     @classmethod
-    def for_model(cls, model: ModelPreset, source: str, chat_template: str | None = None) -> Self:
+    def for_model(
+        cls,
+        model: ModelPreset,
+        source: str,
+        chat_template: str | None = None,
+        template_date: str | None = None,
+    ) -> Self:
         """Load the tokenizer of a model; see `load`."""
         return cls.load(
             source,
@@ -164,6 +172,7 @@ class ChatTokenizer:
             model.audio_markup,
             video_markup=model.video_markup,
             chat_template=chat_template,
+            template_date=template_date,
         )
 
     @classmethod
@@ -175,16 +184,20 @@ class ChatTokenizer:
         *,
         video_markup: MediaMarkup | None = None,
         chat_template: str | None = None,
+        template_date: str | None = None,
     ) -> Self:
         """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id.
 
         `chat_template` is the name of one of the tokenizer's templates, a `.jinja` file, or a
         template itself. Without `audio_markup`, `<audio>` is plain text, as is `<video>`.
+        `template_date` (YYYY-MM-DD) is what a template that asks for the day writes: by default
+        the day of SOURCE_DATE_EPOCH (reproducible-builds.org) if that is set, else `DEFAULT_DATE`.
         """
+        day = _day(template_date)
         files = read_tokenizer_files(source)
         template = choose_template(files, chat_template)
         try:
-            return cls(files, template, markup, audio_markup, video_markup)
+            return cls(files, template, markup, audio_markup, video_markup, day)
         # a config written by hand, of some other shape
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -229,8 +242,7 @@ class ChatTokenizer:
         self, turns: Sequence[Turn], markups: Sequence[Sequence[str]]
     ) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
-        if self._control.occur_in("\0".join(turn.more for turn in turns)):
-            return TextRejected("control_token", "a tool call holds a control token's string")
+        more = "\0".join(turn.more for turn in turns if turn.more)
         try:
             content.encode()
         except UnicodeEncodeError as error:
@@ -239,20 +251,21 @@ class ChatTokenizer:
                 "invalid_utf8", f"character {error.start} of the conversation is {found}"
             )
         tokens = frozenset(token for turn in turns for token in turn.tokens)
-        protected = self._control.occur_in(_without(self._writer.blank(content), tokens))
-        if protected and not self._control.can_protect(content):
+        protected = self._control.occur_in(_without(self._writer.blank(content), tokens)) or (
+            more != "" and self._control.occur_in(more)
+        )
+        if protected and not self._control.can_protect(content + more):
             both = "the text has a control token's string and private-use characters"
             return TextRejected("control_token", both)
         guard = partial(self._control.protect, tokens=tokens) if protected else str
+        says_learned = any(turn.learned is not None for turn in turns)
         is_document = any(turn.role == DOCUMENT for turn in turns)
         try:
             if is_document:
+                unused: tuple[tuple[int, str], ...] = ()
                 text, spans = self._writer.document(_only_turn(turns).text, guard)
             else:
-                write = partial(self._writer.content, guard=guard)
-                messages, tools = messages_of(turns, write)
-                text, spans = self._template.render_with_answers(messages, tools)
-                require_shown(text, messages)
+                text, spans, unused = self._conversation(turns, guard)
             kinds = (medium.kind for medium in self._media)
             num_files: dict[str, int] = dict(zip(kinds, self._writer.count(content), strict=True))
             num_tokens, videos_at = num_files, tuple[int, ...]()
@@ -263,6 +276,9 @@ class ChatTokenizer:
         except TemplateRefusedError as error:
             return TextRejected("chat_template", str(error))
         if protected:
+            if self._control.is_escaped_in(text):
+                escapes = "the chat template escapes a control token's string"
+                return TextRejected("control_token", escapes)
             text, spans = self._control.alias(text, spans)
         return _Rendered(
             text=text,
@@ -272,7 +288,68 @@ class ChatTokenizer:
             num_tokens=num_tokens,
             videos_at=videos_at,
             protected=protected,
+            unused=unused,
+            says_learned=says_learned,
         )
+
+    def _conversation(
+        self, turns: Sequence[Turn], guard: Callable[[str], str]
+    ) -> tuple[str, list[Span], tuple[tuple[int, str], ...]]:
+        """The text of a conversation, its spans with labels, and the fields that it leaves out."""
+        write = partial(self._writer.content, guard=guard)
+        messages, tools = messages_of(turns, write, guard)
+        given = messages
+        if not any(turn.more for turn in turns):
+            unused: tuple[tuple[int, str], ...] = ()
+        else:
+            messages, tools, unused = self._fields.read(messages, tools)
+        if all(turn.learned is None for turn in turns):
+            text, spans = self._template.render_with_answers(messages, tools)
+        else:
+            text, spans = self._as_learned(turns, messages, tools, write)
+        require_shown(text, given)
+        return text, spans, (*unused, *dropped_thoughts(turns, text, guard))
+
+    def _as_learned(
+        self,
+        turns: Sequence[Turn],
+        messages: Sequence[Message],
+        tools: Any,
+        write: Callable[[str], Any],
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation whose turns say what is learned, and its spans with labels."""
+        if holds_marks("".join(turn.text for turn in turns)):
+            raise TemplateRefusedError("the texts contain characters that mark what is learned")
+        learned = [turn.learned for turn in turns]
+        # many templates strip the texts, which they cannot where an edge is
+        for strips in (False, True):
+            edged: list[Message] = []
+            for number, (turn, message) in enumerate(zip(turns, messages, strict=True)):
+                has_ranges = turn.ranges and message.get("content") is not None
+                text = self._with_edges(turn, number, strips=strips)
+                edged.append({**message, "content": write(text)} if has_ranges else message)
+            try:
+                return self._template.render_as_learned(messages, learned, edged, tools)
+            except TemplateRefusedError:
+                if strips:
+                    raise
+        raise AssertionError("the second try returns or raises")
+
+    def _with_edges(self, turn: Turn, number: int, *, strips: bool) -> str:
+        """A turn's text with marks around each range that is learned.
+
+        A range that has a part of a marker or of a control string has all of it.
+        """
+        text = turn.text
+        first = len(text) - len(text.lstrip()) if strips else 0
+        last = len(text.rstrip()) if strips else len(text)
+        whole = [*self._writer.markers_in(text), *self._control.strings_in(text)]
+        wide = [(max(start, first), min(end, last)) for start, end in widened(turn.ranges, whole)]
+        for start, end in reversed(wide):
+            if start < end:
+                before, inside, after = text[:start], text[start:end], text[end:]
+                text = f"{before}{edge(2 * number)}{inside}{edge(2 * number + 1)}{after}"
+        return text
 
     def _write_visuals(
         self,
@@ -330,14 +407,18 @@ class ChatTokenizer:
                 return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
             places += written
         num_media = sum(start <= place < end for place in places for start, end in spans)
+        num_loss_tokens = sum(end - start for start, end in spans) - num_media
+        if rendered.says_learned and num_loss_tokens == 0:
+            return TextRejected("not_learned", "the record says that none of its text is learned")
         return EncodedText(
             input_ids=input_ids,
             loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
             num_images=rendered.num_files["image"],
             num_videos=rendered.num_files.get("video", 0),
             num_audios=rendered.num_files.get("audio", 0),
-            num_loss_tokens=sum(end - start for start, end in spans) - num_media,
+            num_loss_tokens=num_loss_tokens,
             videos_at=rendered.videos_at,
+            unused=rendered.unused,
         )
 
     def _media_of(
@@ -367,6 +448,19 @@ class ChatTokenizer:
                 media.append(Medium(kind, marker, markup, token_id, parts))
         return tuple(media)
 
+    def _takes_parts(self, where: str) -> bool:
+        """Whether the template takes no plain strings as content; ConfigError if it takes none."""
+        refusals = []
+        for content in (_PROBE, [text_part(_PROBE)]):
+            try:
+                if self._template.render([{"role": "user", "content": content}]).count(_PROBE) == 1:
+                    return not isinstance(content, str)
+            except TemplateRefusedError as refusal:
+                refusals.append(f" ({refusal})")
+        why = refusals[0] if refusals else ""
+        bad = f"tokenizer {where}: its chat template renders no user message{why}"
+        raise ConfigError(f"{bad}; give another")
+
     def _writes(self, kind: str, markup: MediaMarkup) -> bool:
         """Whether the template writes a medium's markup, given a part."""
         expected = markup.placeholder or markup.token
@@ -390,14 +484,33 @@ def _without(text: str, tokens: frozenset[str]) -> str:
 def _only_turn(turns: Sequence[Turn]) -> Turn:
     if len(turns) > 1:
         raise TemplateRefusedError(f"{len(turns)} turns, but a document must be the only one")
+    if turns[0].learned not in (None, True):
+        raise TemplateRefusedError("a document is learned as a whole")
     return turns[0]
+
+
+def _day(given: str | None) -> date:
+    """The day of a date, or else of SOURCE_DATE_EPOCH, or else the default; ConfigError."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    try:
+        if given is not None:
+            return date.fromisoformat(given)
+        return DEFAULT_DATE if epoch is None else datetime.fromtimestamp(int(epoch), UTC).date()
+    except (ValueError, OverflowError, OSError):
+        what = "SOURCE_DATE_EPOCH" if given is None else "template_date"
+        form = "seconds since 1970" if given is None else "YYYY-MM-DD"
+        raise ConfigError(f"{what} = {(given or epoch)!r}: expected a day as {form}") from None
 
 
 # --- parts of a tokenizer ---
 
 
 def _hash(
-    files: TokenizerFiles, backend: Tokenizer, template: str, markups: Sequence[MediaMarkup]
+    files: TokenizerFiles,
+    backend: Tokenizer,
+    template: str,
+    markups: Sequence[MediaMarkup],
+    template_date: str | None,
 ) -> str:
     listed = sorted(backend.get_added_tokens_decoder().items())
     added = {index: repr(token) for index, token in listed}
@@ -407,5 +520,6 @@ def _hash(
         files.named_tokens,
         template,
         *map(given_options, markups),
+        *([] if template_date is None else [template_date]),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -6,7 +6,7 @@ import pickle
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import SimpleNamespace
 
@@ -38,6 +38,7 @@ class Counted:
     usable: np.ndarray
     sources: list
     rejected: list
+    never_read: dict = field(default_factory=dict)
     num_bytes = 1
 
 

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from packer.records.answers import Overlay
+from packer.records.fields import Fields
 from packer.records.reading import Reading
 from packer.records.record import RawRecord, RawSample
 from packer.records.schemas import parse_record, parse_records
@@ -103,14 +103,8 @@ def test_answers_that_are_no_texts_reject_the_sample(form):
         assert list(answers_of(record, answers).values()) == [reason]
 
 
-def test_an_overlay_looks_up_only_what_is_asked_for():
-    asked = []
-
-    class Noting(dict):
-        def __getitem__(self, key):
-            asked.append(key)
-            return super().__getitem__(key)
-
-    record = Overlay({"a": 1, "b": 2}, Noting(b=0, c=3, d=4))
-    assert (record["a"], record["b"], record["c"]) == (1, 2, 3)
-    assert (list(record), len(record), "d" in record, asked) == (list("abcd"), 4, True, ["c"])
+def test_an_overlaid_record_notes_what_is_read_in_the_record():
+    record = Fields({"b": 0, "c": 3, "d": 4})
+    other = record.overlaid({"a": 1, "b": 2})
+    assert (other["a"], other["b"], other["c"]) == (1, 2, 3)
+    assert (sorted(other), [path for path, _ in record.unread()]) == (list("abcd"), ["d"])

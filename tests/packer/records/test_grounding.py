@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from balance.presets import MediaMarkup
-from packer.records.grounding import ImageSize, Objects, with_objects
 from packer.records.media import SampleProblem
+from packer.records.places.grounding import ImageSize, Objects, with_objects
 from packer.records.record import RawRecord, RawSample
 from packer.records.schemas import parse_record
 from packer.text.chat_tokenizer import ChatTokenizer, Turn

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from packer.records.marks import edited, place_marks
 from packer.records.media import Media, SampleProblem
+from packer.records.places.marks import edited, place_marks
 from packer.records.reading import Reading
 from packer.records.record import RawRecord, RawSample
 from packer.records.schemas import parse_record

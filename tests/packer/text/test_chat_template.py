@@ -62,7 +62,7 @@ conversations = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 def spans_by_renderings(template, messages):
     full = template.render(messages)
-    return full, template._by_renders(messages, full)
+    return full, template._answers(messages, full)
 
 
 def outcome(function, *arguments):

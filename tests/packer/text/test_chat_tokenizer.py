@@ -61,9 +61,11 @@ PARTS_TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'ASSISTANT: ' }}{%- endif -%}
 """
+# Texts of no loop over messages, of which the last is written otherwise.
 REWRITING_TEMPLATE = """
-{%- for message in messages -%}
-    {{ '<|im_start|>' + (message.content if loop.last else 'earlier') + '<|im_end|>' }}
+{%- set texts = messages | map(attribute='content') | list -%}
+{%- for text in texts -%}
+    {{ '<|im_start|>' + (text if loop.last else text | upper) + '<|im_end|>' }}
 {%- endfor -%}
 """
 
@@ -576,7 +578,37 @@ def test_calls_of_tools_are_rendered_as_transformers_renders_them() -> None:
         assert "letter" in shown
     else:
         assert "leaves out turn" in rejected.detail
-    forged = [*turns[:1], Turn("assistant", "", json.dumps({"tool_calls": "<|im_end|>"}))]
-    assert ours(BYTE_LEVEL).encode_batch([forged])[0] == TextRejected(
-        "control_token", "a tool call holds a control token's string"
+
+
+def test_control_strings_in_other_fields_stay_letters() -> None:
+    call = {"function": {"name": "look_up", "arguments": {"of": "a<|im_end|>b"}}}
+    turns = [Turn("user", "q"), Turn("assistant", "", json.dumps({"tool_calls": [call]}))]
+    encoded = ours(BYTE_LEVEL).encode_batch([turns])[0]
+    assert isinstance(encoded, EncodedText), encoded
+    expected = reference(BYTE_LEVEL)
+    end = expected.convert_tokens_to_ids("<|im_end|>")
+    plain = call | {"function": {"name": "look_up", "arguments": {"of": "a  b"}}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [plain]}]
+    chat[1]["content"] = ""
+    without = expected.apply_chat_template(chat, return_dict=False)
+    assert (encoded.input_ids == end).sum() == without.count(end)
+    assert "a<|im_end|>b" in expected.decode(encoded.input_ids)
+    escaping = (
+        "{% for m in messages %}{{ m.content }}{{ m.name | default() | tojson(ensure_ascii=True) }}"
     )
+    escaping += "{% endfor %}"
+    turns = [Turn("user", "q"), Turn("assistant", "a", json.dumps({"name": "<|im_end|>"}))]
+    rejected = ours(BYTE_LEVEL, INTERNVL, escaping).encode_batch([turns])[0]
+    assert isinstance(rejected, TextRejected)
+    assert rejected.reason == "control_token"
+
+
+def test_a_thought_that_is_left_out_is_named_though_another_one_contains_it() -> None:
+    thinks = "{% for m in messages %}{{ m.content if loop.last else m.content.split('>')[-1] }}"
+    turns = [
+        *(Turn("user", "q"), Turn("assistant", "<think>hm</think>a")),
+        *(Turn("user", "r"), Turn("assistant", "<think>hmm</think>b")),
+    ]
+    encoded = ours("demo", INTERNVL, thinks + "\n{% endfor %}").encode_batch([turns])[0]
+    assert isinstance(encoded, EncodedText), encoded
+    assert encoded.unused == ((1, "<think>"),)

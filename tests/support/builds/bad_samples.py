@@ -384,6 +384,31 @@ RECORDS = [
     rejected("conversation of a system turn only", "no_answer", turns(("system", "Be kind."))),
     rejected("conversation without an answer", "no_answer", turns(("human", "a"))),
     used(
+        "key that nothing reads",
+        record("unread") | {"options": ["A", "B"]},
+        happens="used; the key is named at the end, in the manifest and the report",
+    ),
+    used(
+        "`weight`, `loss`, `train` and their like of a turn, 0 or 1",
+        turns(("human", "a"), ("gpt", "b")) | {"loss_mask": [0, 1]},
+        happens="used; 0: the turn has no labels",
+    ),
+    rejected("`weight` between 0 and 1", "bad_loss", record("half") | {"weight": 0.5}),
+    rejected("`weight` 0 of a record", "not_learned", record("unlearned") | {"weight": 0}),
+    rejected(
+        "`loss_mask` that does not fit the turns", "bad_loss", record("mask") | {"loss_mask": [1]}
+    ),
+    rejected(
+        "`history` that is no list of pairs",
+        "bad_turn",
+        {"query": "a", "response": "b", "history": ["c", "d", "e"]},
+    ),
+    rejected(
+        "`system` and `system_prompt` that differ",
+        "bad_turn",
+        {"query": "a", "response": "b", "system": "c", "system_prompt": "d"},
+    ),
+    used(
         "assistant first",
         turns(("gpt", "Hello."), ("human", "a"), ("gpt", "b")),
         happens="used, if the chat template takes it",

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from packer.records.marks import edited
 from packer.records.media import Media, SampleProblem
+from packer.records.places.marks import edited
 from packer.text.chat_tokenizer import Turn
 
 OBJECTS_KEY = "objects"

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
 
-from packer.records.media import Media, SampleProblem, files_of, media_of
+from packer.records.fields import Fields
+from packer.records.media import Media, SampleProblem, files_of, files_under, media_of
 from packer.records.reading import Reading
 from packer.text.chat_tokenizer import AUDIO_MARKER, IMAGE_MARKER, VIDEO_MARKER, Turn
 
@@ -68,7 +68,7 @@ class _Mark:
 # --- the files of a record ---
 
 
-def record_files(record: Mapping[str, Any], kind: str) -> list[Media]:
+def record_files(record: Fields, kind: str) -> list[Media]:
     """The files of a kind, under a key of FILE_KEYS or in numbered columns; SampleProblem if both.
 
     Both are taken if the key lists the columns' files too.
@@ -82,22 +82,23 @@ def record_files(record: Mapping[str, Any], kind: str) -> list[Media]:
     return files or numbered
 
 
-def column_numbers(record: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def column_numbers(record: Fields) -> dict[str, tuple[int, ...]]:
     """Kind -> numbers of the columns that its files are from, if each is from one of them."""
-    kinds = {NUMBERED_KEYS[key][0] for key in record if key in NUMBERED_KEYS}
+    keys = [key for key in record if key in NUMBERED_KEYS]
     found = {}
-    for kind in kinds:
-        columns = _columns(record, kind)
+    for kind in {NUMBERED_KEYS[key][0] for key in keys}:
+        # of a copy, for these files may not be those that are used
+        columns = _columns(Fields({key: record.peek(key) for key in keys}), kind)
         if columns and all(len(files) == 1 for files in columns.values()):
             found[kind] = tuple(columns)
     return found
 
 
-def _columns(record: Mapping[str, Any], kind: str) -> dict[int, list[Media]]:
+def _columns(record: Fields, kind: str) -> dict[int, list[Media]]:
     """Number -> the files of that column, by number; none for columns without any."""
     keys = [key for key in record if key in NUMBERED_KEYS and NUMBERED_KEYS[key][0] == kind]
     keys.sort(key=lambda key: NUMBERED_KEYS[key])
-    given = {NUMBERED_KEYS[key][1]: files_of({kind: record[key]}, kind) for key in keys}
+    given = {NUMBERED_KEYS[key][1]: files_under(record, key, kind) for key in keys}
     return {number: files for number, files in given.items() if files}
 
 
@@ -298,7 +299,8 @@ def _tokens(kind: str, reading: Reading) -> tuple[str, ...]:
         "video": reading.video_tokens,
         "audio": reading.audio_tokens,
     }[kind]
-    own = {token for token in given if token and token != _MARKERS[kind]}
+    markers = _MARKERS.values()  # SmolVLM2's token of a video is the marker of an image
+    own = {token for token in given if token and token not in markers}
     return tuple(sorted(own, key=len, reverse=True))
 
 

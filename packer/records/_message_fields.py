@@ -1,0 +1,125 @@
+"""A message's fields beyond role and text, kept for the chat template.
+
+All of them, as `apply_chat_template` would get them: `reasoning_content`, `thinking`, `name`,
+`tool_call_id`, and whatever else a template may read. Which ones it does not read is found when it
+is rendered. OpenAI's `function_call` and ShareGPT's `function_call` turns become `tool_calls`; a
+record's `tools` go with its first turn. Nulls in calls and tools are left out, since Arrow gives
+every object the keys of all. Pure.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+from packer.records.fields import Fields, is_empty
+from packer.records.loss import LOSS_KEYS
+from packer.records.media import SampleProblem
+from packer.records.record import is_deep
+from packer.text.turn import Turn
+
+_OWN = frozenset({"role", "from", "content", "value", "tools", *LOSS_KEYS})
+"""Keys that are read otherwise. `tools` are those of a record."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""A turn may have one of these, or calls, and no text."""
+
+
+def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, str]:
+    """(text of a message, its other fields as JSON or nothing); their keys are noted as read.
+
+    `role` is as the record has it. SampleProblem for what is not JSON.
+    """
+    more = {
+        key: item[key]
+        for key in item
+        if isinstance(key, str) and key not in _OWN and item.peek(key) is not None
+    }
+    calls = None if is_empty(more.get("tool_calls")) else more["tool_calls"]
+    more.pop("tool_calls", None)
+    function_call = more.pop("function_call", None)
+    if role == "function_call":  # ShareGPT: the text is the call
+        function = _parsed(text, f"a tool call of turn {number}")
+        calls, text = [{"type": "function", "function": function}], ""
+    elif calls is None and isinstance(function_call, Mapping):
+        calls = [{"type": "function", "function": function_call}]
+    elif not is_empty(function_call):
+        more["function_call"] = function_call
+    if calls is not None:
+        if not _are_calls(calls):
+            raise SampleProblem("bad_turn", f"the tool calls of turn {number} have no names")
+        more["tool_calls"] = without_nulls(calls)
+    if text is None and (calls or any(isinstance(more.get(key), str) for key in _THOUGHTS)):
+        more["content"], text = None, ""
+    return text, _as_json(more, f"turn {number}") if more else ""
+
+
+def with_tools(turns: tuple[Turn, ...], tools: Any) -> tuple[Turn, ...]:
+    """Turns whose first one has the tools that the conversation may call.
+
+    A column of this name that defines none, such as a list of hammers and saws, is another matter.
+    """
+    if isinstance(tools, str) and tools.lstrip().startswith(("[", "{")):
+        tools = _parsed(tools, "`tools`")
+    listed = tools if isinstance(tools, list) else [tools]
+    named = [_has_name(tool) for tool in listed]
+    if not any(named):
+        return turns
+    if not all(named) or not isinstance(tools, list):
+        raise SampleProblem("bad_turn", "`tools` is not a list of objects with names")
+    more = json.loads(turns[0].more) if turns[0].more else {}
+    more["tools"] = without_nulls(tools)
+    return (replace(turns[0], more=_as_json(more, "`tools`")), *turns[1:])
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys of its objects that have no value.
+
+    >>> without_nulls([{"unit": None, "of": [None, {"x": None}]}])
+    [{'of': [None, {}]}]
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+def _are_calls(calls: Any) -> bool:
+    return isinstance(calls, list) and all(map(_has_name, calls))
+
+
+def _has_name(tool: Any) -> bool:
+    """Whether it is an object with a name, its own or its function's."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _parsed(text: Any, what: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        value = None
+    if value is None or is_deep(value):
+        raise SampleProblem("bad_turn", f"{what} is not JSON")
+    return value
+
+
+def _as_json(value: Any, where: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_plain)
+        text.encode()
+    except (TypeError, ValueError, RecursionError):
+        bad = f"a field of {where} is not JSON, or not valid Unicode"
+        raise SampleProblem("bad_turn", bad) from None
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """What tables hold and JSON does not, as a text or a list. TypeError for anything else."""
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy's
+        return value.tolist()
+    raise TypeError(type(value).__name__)

@@ -1,0 +1,1 @@
+"""Places in texts: marks of files, and boxes of objects in images."""
