@@ -34,7 +34,7 @@ def require_image(
         limits = rule.min_pixels, rule.max_pixels
         resized = nearest_size((int(near[0]), int(near[1])), unit, limits)
         _require(asked, resized == (plan.resized_width, plan.resized_height), plan)
-    given = {key: int(wanted[key]) for key in _PIXELS if key in wanted}
+    given: dict[str, Any] = {key: int(wanted[key]) for key in _PIXELS if key in wanted}
     if given:
         try:
             other = replace(rule, **given).plan(*size)
