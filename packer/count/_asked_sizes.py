@@ -1,4 +1,4 @@
-"""Sizes that a record asks for by itself, next to what the model's rule makes. Pure.
+"""Sizes that a part of a record asks for, next to what the rule makes. Pure.
 
 For `packer.count._file_counter`. qwen_vl_utils reads `min_pixels`, `max_pixels`, `resized_height`,
 `resized_width`, `fps`, `nframes` and others of a part of a message. A build has one rule for all

@@ -211,7 +211,8 @@ def files_of(record: Fields, kind: str) -> list[Media]:
 
 def files_under(record: Fields, key: str, kind: str) -> list[Media]:
     """The files that a record has under one key, if any."""
-    if _is_empty(record.peek(key)):
+    given = record.peek(key)
+    if given is None or _is_empty(given):
         return []
     return _several(_inside(record, record[key], key), kind)
 
