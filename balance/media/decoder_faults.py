@@ -1,4 +1,4 @@
-"""Whatever a decoder raises for a file -> what is wrong with that file, in one line.
+"""Whatever a decoder raises for a file -> what is wrong with it, in one line.
 
 The one place for it, of the packer and the loaders. Pillow, PyAV and soundfile give files to some
 thirty decoders, whose errors are of any type: a list of types was incomplete twice (RuntimeError of
@@ -78,7 +78,7 @@ def _has_memory_left() -> bool:
 
 @cache
 def quiet_decoders() -> None:
-    """Stop Pillow, and the copy of libtiff that it uses, from writing to the terminal by themselves.
+    """Stop Pillow, and the copy of libtiff that it uses, from writing to the terminal.
 
     What they would say of a damaged file is in the error that is raised. libtiff's handlers are
     taken out, instead of sending standard error elsewhere meanwhile, which would hide what other
@@ -87,10 +87,12 @@ def quiet_decoders() -> None:
     """
     logging.getLogger("PIL").addHandler(logging.NullHandler())
     try:
-        library = ctypes.CDLL(Image.core.__file__)  # symbols of what it links are found through it
+        from PIL import _imaging  # noqa: PLC0415  (a part that another build may not have)
+
+        library = ctypes.CDLL(_imaging.__file__)  # what it links is found through it
         for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
             setter = getattr(library, name)
             setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
             setter(None)
-    except (AttributeError, OSError, TypeError):
+    except (AttributeError, ImportError, OSError, TypeError):
         return
