@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from packer.text.chat_template import ChatTemplate, Message, TemplateRefusedError
-from packer.text.turn import Turn
+from packer.text.turn import Span, Turn
 
 Field = tuple[int, str]
 """Number of a turn, and the key of a field."""
@@ -193,16 +193,25 @@ def _with_arguments(call: Any, kind: type) -> Any:
 
 
 def dropped_thoughts(
-    turns: Sequence[Turn], text: str, guard: Callable[[str], str]
+    turns: Sequence[Turn],
+    text: str,
+    guard: Callable[[str], str],
+    markers_in: Callable[[str], Sequence[Span]],
 ) -> tuple[Field, ...]:
-    """The thoughts in the texts of turns that the rendered text does not have."""
+    """The thoughts in the texts of turns that the rendered text does not have.
+
+    Templates leave out earlier ones: of several with the same words, the first are missing.
+    """
     dropped = []
     for i, turn in enumerate(turns):
         if "</think>" in turn.text:
-            thought = turn.text.split("</think>")[0].split("<think>")[-1].strip()
-            # as part of another thought it is still there, once less
-            written = sum(other.text.count(thought) for other in turns) if thought else 0
-            if text.count(guard(thought)) < written:
+            thought = turn.text.split("</think>")[0].split("<think>")[-1]
+            borders = [0, *(place for span in markers_in(thought) for place in span), len(thought)]
+            # of what is between markers, which become something else
+            pieces = zip(borders[::2], borders[1::2], strict=True)
+            words = max((thought[start:end].strip() for start, end in pieces), key=len)
+            counts = [other.text.count(words) for other in turns] if words else [0]
+            if sum(counts[:i]) < sum(counts) - text.count(guard(words)):
                 dropped.append((i, DROPPED_THOUGHT))
     return tuple(dropped)
 
