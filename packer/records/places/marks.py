@@ -84,10 +84,11 @@ def record_files(record: Fields, kind: str) -> list[Media]:
 
 def column_numbers(record: Fields) -> dict[str, tuple[int, ...]]:
     """Kind -> numbers of the columns that its files are from, if each is from one of them."""
-    kinds = {NUMBERED_KEYS[key][0] for key in record if key in NUMBERED_KEYS}
+    keys = [key for key in record if key in NUMBERED_KEYS]
     found = {}
-    for kind in kinds:
-        columns = _columns(record, kind)
+    for kind in {NUMBERED_KEYS[key][0] for key in keys}:
+        # of a copy, for these files may not be those that are used
+        columns = _columns(Fields({key: record.peek(key) for key in keys}), kind)
         if columns and all(len(files) == 1 for files in columns.values()):
             found[kind] = tuple(columns)
     return found
