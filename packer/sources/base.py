@@ -40,6 +40,11 @@ class Located:
     keep: tuple[str, ...] = ()
     """Columns to read in addition to those of the known schemas."""
 
+    def identity(self) -> dict[str, str]:
+        """What decides the records of the same files; empty for most."""
+        fields = dict(self.options).get("fields")
+        return {} if fields is None else {"fields": repr(fields)}
+
 
 class Chunk(Protocol):
     """Some records of a source; plain values, so that other processes and machines can read it."""

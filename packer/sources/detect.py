@@ -9,6 +9,7 @@ from typing import Any
 from balance.errors import ConfigError, DataError, first_line
 from packer.sources.base import Located, Source
 from packer.sources.datasets_source import DatasetsSource, find_files
+from packer.sources.energon import is_energon, locate_energon
 from packer.sources.hub import fetch_files, parse_hub_id
 from packer.sources.json_source import AnnotationSource
 from packer.sources.table_source import TableSource
@@ -100,11 +101,11 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
     _refuse_build(place, names)
-    if DICT_NAME in names:
-        chosen = choose_split(_listed(folder, DICT_NAME, "splits", str), wanted, place)
-        return _saved(join(place, chosen))
-    if STATE_NAME in names:
-        return _saved(place)
+    if is_energon(folder):
+        return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
+    if DICT_NAME in names or STATE_NAME in names:
+        splits = _listed(folder, DICT_NAME, "splits", str) if DICT_NAME in names else []
+        return _saved(join(place, choose_split(splits, wanted, place)) if splits else place)
     if METADATA_NAME in names and METADATA_KEY in folder.read(METADATA_NAME, 0, 1 << 16):
         return _locate_with_datasets(place, wanted)
     if annotations := _annotations(folder, names):

@@ -30,6 +30,7 @@ from packer.records.media import Media
 from packer.records.record import TOO_DEEP, RawRecord, is_deep
 from packer.records.schemas import RECORD_KEYS
 from packer.sources.base import Chunk, Located, OnBytes, Source, cut, opened, prefix_under
+from packer.sources.energon import FieldMap
 from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
@@ -106,6 +107,12 @@ class TarChunk:
     """Offset of the first member after the chunk; None: the end of the tar."""
     first: int = 0
     """Number of samples before the chunk."""
+    fields: FieldMap | None = None
+    """Energon's, of the folder."""
+    exclude: frozenset[str] = frozenset()
+    """Keys of samples that are left out."""
+    count: int | None = None
+    """Samples of the whole tar, where its folder says it."""
 
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order. A damaged place is one broken record, and ends the tar."""
@@ -115,8 +122,21 @@ class TarChunk:
             else:
                 members = read_members(file, self.start, self.end)
             samples = _not_torn(_samples(members), self.container)
+            number, is_whole = self.first, True
             for position, sample in enumerate(samples, self.first):
-                yield _record(sample, file, self.container, position)
+                number, is_whole = position + 1, is_whole and not sample.broken
+                if sample.key not in self.exclude:
+                    yield self._record(sample, file, position)
+            if self.end is None and is_whole and self.count not in (None, number):
+                raise DataError(
+                    f"{self.container}: has {number:,} samples, and .nv-meta says"
+                    f" {self.count:,}; prepare it again"
+                )
+
+    def _record(self, sample: _Sample, file: IO[bytes], position: int) -> RawRecord:
+        if self.fields is None:
+            return _record(sample, file, self.container, position)
+        return _mapped_record(sample, self.fields, file, self.container, position)
 
 
 class TarSource(Source):
@@ -129,8 +149,17 @@ class TarSource(Source):
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
-        for info in self.files():
-            whole = TarChunk(self.located.folder, info.name, self._prefix + info.name)
+        options = dict(self.located.options)
+        for place, info in enumerate(self.files()):
+            excluded = [name.partition(f"{info.name}/") for name in options.get("exclude", ())]
+            whole = TarChunk(
+                self.located.folder,
+                info.name,
+                self._prefix + info.name,
+                fields=options.get("fields"),
+                exclude=frozenset(key for before, _, key in excluded if not before and key),
+                count=options["counts"][place] if "counts" in options else None,
+            )
             if _is_compressed(info.name):
                 yield from cut(whole.records(), num_records)
                 on_bytes(info.size)
@@ -317,6 +346,37 @@ def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> 
     except _BadMemberError as error:
         return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
     return RawRecord(position, key | record)
+
+
+def _mapped_record(
+    sample: _Sample, fields: FieldMap, file: IO[bytes], container: str, position: int
+) -> RawRecord:
+    """The record of a sample by its folder's field map; what that does not name is not read."""
+    key = {"__key__": sample.key}
+    try:
+        if sample.broken:
+            raise _BadMemberError(sample.broken)
+        files = _by_suffix(sample)
+        values = {
+            suffix: _value(suffix, files[suffix], file, container)
+            for suffix in files
+            if suffix in fields.members
+        }
+        unused = {f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files.keys() - values}
+        record = fields.record(values) | dict(sorted(unused.items()))
+    except ValueError as error:
+        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
+    return RawRecord(position, key | record)
+
+
+def _value(suffix: str, member: Member, file: IO[bytes], container: str) -> Any:
+    """What a member holds: JSON, a file, or a text."""
+    kind = _kind(suffix)
+    if kind == "json":
+        return _json(suffix, member, file)
+    if kind in SUFFIXES or (kind != "text" and _kind_inside(suffix, member, file)):
+        return _media(member, container)
+    return _read(file, member).decode("utf-8", "surrogateescape")
 
 
 def _by_suffix(sample: _Sample) -> dict[str, Member]:
