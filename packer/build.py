@@ -167,7 +167,11 @@ class Builder:
         keep = self.config.kept_columns
         if self.config.map is not None:
             keep = (*keep, ALL_COLUMNS)
-        parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+        seed = self.config.seed
+        parts = (
+            replace(part, located=replace(part.located, keep=keep).seeded(seed))
+            for part in dataset.parts
+        )
         return replace(dataset, parts=tuple(parts))
 
     def _demo(self) -> Dataset:

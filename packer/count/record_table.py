@@ -87,7 +87,10 @@ def read_records(
     Errors as of `find_dataset`.
     """
     dataset = _demo(data_root) if place == DEMO else find_dataset(place, data_root)
-    parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+    parts = (
+        replace(part, located=replace(part.located, keep=keep).seeded(seed))
+        for part in dataset.parts
+    )
     return RecordTable(replace(dataset, parts=tuple(parts)), seed, progress)
 
 

@@ -8,7 +8,7 @@ records in the chunk; others a file name and a range. The helpers below are what
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -42,8 +42,15 @@ class Located:
 
     def identity(self) -> dict[str, str]:
         """What decides the records of the same files; empty for most."""
-        fields = dict(self.options).get("fields")
-        return {} if fields is None else {"fields": repr(fields)}
+        decides = ("fields", "sampling")
+        return {key: repr(value) for key, value in self.options if key in decides}
+
+    def seeded(self, seed: int) -> "Located":
+        """The same files, of which records that are drawn are drawn by this seed."""
+        options = (
+            (key, value.seeded(seed) if key == "sampling" else value) for key, value in self.options
+        )
+        return replace(self, options=tuple(options))
 
 
 class Chunk(Protocol):

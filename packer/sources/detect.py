@@ -9,11 +9,11 @@ from typing import Any
 from balance.errors import ConfigError, DataError, first_line
 from packer.sources.base import Located, Source
 from packer.sources.datasets_source import DatasetsSource, find_files
-from packer.sources.energon import is_energon, locate_energon
 from packer.sources.hub import fetch_files, parse_hub_id
 from packer.sources.json_source import AnnotationSource
 from packer.sources.table_source import TableSource
 from packer.sources.tar_source import TarSource
+from packer.sources.trainers.energon import is_energon, locate_energon
 from shards.folders import Folder, is_uri, join, open_folder, split
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME

@@ -30,7 +30,7 @@ from packer.records.media import Media
 from packer.records.record import TOO_DEEP, RawRecord, is_deep
 from packer.records.schemas import RECORD_KEYS
 from packer.sources.base import Chunk, Located, OnBytes, Source, cut, opened, prefix_under
-from packer.sources.energon import FieldMap
+from packer.sources.trainers.energon import FieldMap
 from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20

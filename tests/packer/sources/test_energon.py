@@ -14,7 +14,7 @@ from balance.errors import ConfigError, DataError
 from packer.records.record import RawSample
 from packer.records.schemas import parse_record
 from packer.sources.detect import locate, open_located
-from packer.sources.energon import _paths
+from packer.sources.trainers.energon import _paths
 from support.builds.layouts import write_tar
 
 JPEG = b"\xff\xd8\xff\xe0" + b"pixels" * 50

@@ -127,8 +127,8 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     if not isinstance(counts, dict):
         raise DataError(f"{join(folder.uri, META)}/{INFO_NAMES[0]}: no `shard_counts`")
     split = choose([str(name) for name in parts])
-    left_out = frozenset(_expanded(excluded, where))
-    names = tuple(name for name in _expanded(parts[split], where) if name not in left_out)
+    left_out = frozenset(expanded(excluded, where))
+    names = tuple(name for name in expanded(parts[split], where) if name not in left_out)
     if not names:
         raise DataError(f"{where}: the split {split!r} has no shards")
     if strange := next((name for name in names if not isinstance(counts.get(name), int)), None):
@@ -226,10 +226,10 @@ def _only(values: Mapping[str, Any], known: set[str] | frozenset[str], where: st
         raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
 
 
-def _expanded(names: Any, where: str) -> list[str]:
-    """Names with their braces expanded."""
+def expanded(names: Any, where: str) -> list[str]:
+    """Names with their braces expanded; DataError if they are no list of names."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{where}: the shards of a split are not a list of names")
+        raise DataError(f"{where}: its files are not a list of names")
     found: list[str] = []
     for name in names:
         try:
