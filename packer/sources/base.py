@@ -6,7 +6,7 @@ records in the chunk; others a file name and a range. The helpers below are what
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -39,11 +39,16 @@ class Located:
     options: tuple[tuple[str, Any], ...] = ()
     keep: tuple[str, ...] = ()
     """Columns to read in addition to those of the known schemas."""
+    columns: Any = None
+    """`Columns`, where the dataset has names of its own."""
+    name: str = ""
+    """Name of the dataset, where its description gives one."""
 
     def identity(self) -> dict[str, str]:
         """What decides the records of the same files; empty for most."""
         decides = ("fields", "sampling")
-        return {key: repr(value) for key, value in self.options if key in decides}
+        given = {key: repr(value) for key, value in self.options if key in decides}
+        return given | ({} if self.columns is None else {"columns": repr(self.columns)})
 
     def seeded(self, seed: int) -> "Located":
         """The same files, of which records that are drawn are drawn by this seed."""
@@ -140,21 +145,22 @@ def _named(folder: Folder, name: str) -> Iterator[None]:
         raise DataError(f"{join(folder.uri, name)}: damaged or cut short: {reason}") from None
 
 
-def known_columns(
-    columns: Iterable[str], where: str, keep: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The columns that records are read from, and those to `keep`; all for ALL_COLUMNS.
+def known_columns(columns: Iterable[str], where: str, located: Located) -> tuple[str, ...]:
+    """The columns that records are read from, and those to keep; all for ALL_COLUMNS.
 
     DataError if none of them has content.
     """
     names = list(columns)
-    if ALL_COLUMNS in keep:
+    if ALL_COLUMNS in located.keep:
         return tuple(names)
-    if not CONTENT_KEYS.intersection(names):
+    given = located.columns
+    known_names = names if given is None else [given.ours(name) for name in names]
+    if not CONTENT_KEYS.intersection(known_names):
         known = ", ".join(sorted(CONTENT_KEYS))
         has = ", ".join(names)[:200]
         raise DataError(f"{where}: has the columns {has}; expected one of {known}")
-    return tuple(name for name in names if name in RECORD_KEYS or name in keep)
+    wanted = RECORD_KEYS.union(located.keep, () if given is None else given.theirs)
+    return tuple(name for name in names if name in wanted)
 
 
 def prefix_under(folder: str, data_root: str, what: str) -> str:

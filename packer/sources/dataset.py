@@ -18,6 +18,7 @@ from balance.errors import ConfigError, DataError, first_line
 from balance.model_folder.files import quiet_hub
 from balance.presets import DatasetPreset, load_dataset
 from packer.sources.base import Located, Source, incomplete
+from packer.sources.columns import Columns, named_columns, require_columns
 from packer.sources.detect import locate, open_located
 from packer.sources.hub import parse_hub_id
 from packer.sources.mixture import (
@@ -67,13 +68,31 @@ class Dataset:
     """Samples of a mixture with weights; None: as many as possible without repeating any."""
 
 
-def find_dataset(dataset: str, data_root: str | None, *, fetch: bool = False) -> Dataset:
+def find_dataset(
+    dataset: str, data_root: str | None, *, fetch: bool = False, columns: Columns | None = None
+) -> Dataset:
     """The dataset that `--dataset` and `--data-root` mean.
 
     A preset's name, a mixture (TOML, InternVL's meta JSON, LLaVA-NeXT's YAML), or anything that
     `locate` knows. With `fetch`, a preset's annotation file is downloaded from the Hugging Face Hub
-    if it is missing.
+    if it is missing. `columns` are those of parts that have none of their own; ConfigError if one
+    is not in the first records.
     """
+    found = _find(dataset, data_root, fetch=fetch)
+    parts = tuple(_with_columns(part, columns) for part in found.parts)
+    return replace(found, parts=parts)
+
+
+def _with_columns(part: Part, columns: Columns | None) -> Part:
+    located = part.located
+    if (own := located.columns or columns) is None:
+        return part
+    plain = open_located(replace(located, columns=None), part.name, part.data_root)
+    require_columns(located, own, plain.columns(), part.name)
+    return replace(part, located=replace(located, columns=own))
+
+
+def _find(dataset: str, data_root: str | None, *, fetch: bool) -> Dataset:
     if dataset in preset_names("datasets") and not Path(dataset).exists():
         if is_mixture(dataset):
             return _mixture(dataset, data_root, fetch=fetch)
@@ -95,6 +114,8 @@ def _part(place: str, data_root: str | None) -> Part:
 
 
 def _name(place: str, located: Located) -> str:
+    if located.name:
+        return located.name
     if is_uri(place) or not Path(place).exists():
         last = place.rstrip("/").rpartition("/")[2]
     else:
@@ -112,11 +133,15 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         root, wanted = entry.data_root, entry.dataset
         if data_root is not None:
             root, wanted = root and _under(data_root, root), _under(data_root, wanted)
-        found = find_dataset(wanted, root or data_root, fetch=fetch)
+        found = _find(wanted, root or data_root, fetch=fetch)
         share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
         sampling = parse_sampling(entry.sampling)
         drawn = None if sampling is None else replace(sampling, place=place)
-        located = [_sampled(part.located, drawn, mixture.name) for part in found.parts]
+        columns = named_columns(entry.columns.items())
+        located = [
+            replace(each, columns=columns or each.columns)
+            for each in (_sampled(part.located, drawn, mixture.name) for part in found.parts)
+        ]
         parts += [
             replace(part, name=entry.name or part.name, located=each, **share)
             for part, each in zip(found.parts, located, strict=True)

@@ -82,7 +82,7 @@ class DatasetsSource(Source):
         rows = self._rows(names, where)
         columns: tuple[str, ...] = ()
         for position, row in enumerate(rows):
-            columns = columns or known_columns(row, where, self.located.keep)
+            columns = columns or known_columns(row, where, self.located)
             value = {name: self._media(row[name]) for name in columns}
             if value == {"text": ""}:
                 continue  # a blank line between texts

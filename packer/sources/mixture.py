@@ -3,13 +3,14 @@
 import json
 import re
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from balance.config import build_config, config_root, preset_names
 from balance.errors import ConfigError, DataError
 from packer.sources.base import incomplete
+from packer.sources.columns import named_columns
 from packer.sources.hub import parse_hub_id
 from packer.sources.sampling import parse_sampling
 from packer.sources.trainers.energon import expanded, read_yaml
@@ -31,6 +32,8 @@ class MixturePart:
     limit: int | None = None
     sampling: str = "all"
     """Records that are read, in LLaVA-NeXT's words: first:50%, end:100, random:3, or all."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Our names of its columns -> its own."""
     download: str = ""
     """Origin, for the message that says what is missing."""
 
@@ -41,6 +44,7 @@ class MixturePart:
             if value is not None and value <= 0:
                 raise ConfigError(f"{key} is {value}; it must be greater than 0")
         parse_sampling(self.sampling)
+        named_columns(self.columns.items())
         if self.weight is not None and self.repeat != 1.0:
             raise ConfigError(f"{self.dataset}: give a weight or a repeat, not both")
 

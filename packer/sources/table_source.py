@@ -130,7 +130,7 @@ class TableSource(Source):
                 continue
             with _open_table(self.folder, info.name) as table:
                 where = join(self.located.folder, info.name)
-                columns = known_columns(table.columns, where, self.located.keep)
+                columns = known_columns(table.columns, where, self.located)
                 blocks = table.blocks(columns)
             new = partial(TableChunk, self.located.folder, info.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
@@ -158,7 +158,7 @@ class TableSource(Source):
         with opened(self.folder, name) as file:
             reader = pa.ipc.open_stream(file)
             where = join(self.located.folder, name)
-            columns = known_columns(reader.schema.names, where, self.located.keep)
+            columns = known_columns(reader.schema.names, where, self.located)
             for batch in reader:
                 yield from _records(name, row, batch.select(list(columns)))
                 row += len(batch)
