@@ -267,6 +267,11 @@ def media_of(given: Any, kind: str) -> Media:
         shown = f"{given!r:.80}" if is_short else f"a {type(given).__name__}"
         bad = f"`{kind}` is {shown}; give a path, a file's content, or a list of them"
         raise SampleProblem(f"bad_{kind}_field", bad)
+    return _from_text(given, kind)
+
+
+def _from_text(given: str, kind: str) -> Media:
+    """A file by its path or URL, or by its content as text."""
     if given.startswith("data:"):
         return _from_data_url(given, kind)
     if given.startswith("file://"):
