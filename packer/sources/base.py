@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 import pyarrow as pa
 
 from balance.errors import ConfigError, DataError, first_line
+from packer.records.fields import NO_MEANING, example_of, is_empty
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
 from packer.records.user_map import ALL_COLUMNS
@@ -93,6 +94,13 @@ class Source(ABC):
         records = islice((each for chunk in chunks for each in chunk.records()), FIRST_RECORDS)
         return {key for each in records if isinstance(each.value, Mapping) for key in each.value}
 
+    def unread_columns(self) -> dict[str, str]:
+        """Columns that records come without, because nothing reads them, each with one value.
+
+        A look at the first rows; a column without a value there is not named.
+        """
+        return {}
+
     @abstractmethod
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records in chunks of about `num_records`."""
@@ -161,6 +169,16 @@ def known_columns(columns: Iterable[str], where: str, located: Located) -> tuple
         raise DataError(f"{where}: has the columns {has}; expected one of {known}")
     wanted = RECORD_KEYS.union(located.keep, () if given is None else given.theirs)
     return tuple(name for name in names if name in wanted)
+
+
+def examples(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The first value of each column that has one and a meaning, as a short text."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for column, value in row.items():
+            if column not in found and column not in NO_MEANING and not is_empty(value):
+                found[column] = example_of(value)
+    return found
 
 
 def prefix_under(folder: str, data_root: str, what: str) -> str:

@@ -151,6 +151,10 @@ class RenamedSource(Source):
         """Columns of the first records, by our names."""
         return {self._columns.ours(column) for column in self._source.columns()}
 
+    def unread_columns(self) -> dict[str, str]:
+        """As the source says."""
+        return self._source.unread_columns()
+
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The chunks of the source; records get their names where they are counted."""
         for chunk in self._source.chunks(num_records, on_bytes):
