@@ -440,7 +440,10 @@ def _has_any(record: Fields, *keys: str) -> bool:
 
 def _read_first(record: Fields, *keys: str) -> Any:
     """The first of these values; a key that a record does not have may be a null (in tables)."""
-    return next((record[key] for key in keys if record.peek(key) is not None), None)
+    for key in keys:
+        if record.peek(key) is not None:
+            return record[key]
+    return None
 
 
 def _are_objects(given: Any) -> bool:

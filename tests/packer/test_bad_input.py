@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from tokenizers import Tokenizer
+from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from balance.errors import DataError
@@ -159,7 +160,8 @@ def images_of(case, line):
     if case.images:
         return case.images[case.lines.index(line)]
     value = json.loads(line.decode("utf-8-sig", "replace")) if isinstance(line, bytes) else line
-    given = value.get("image") or []
+    parts = value["messages"][0]["content"] if "messages" in value else ()
+    given = value.get("image") or [each["image"] for each in parts if "image" in each]
     return [given] if isinstance(given, str) else given
 
 
@@ -167,7 +169,7 @@ def as_fed(path):
     """As transformers loads it, but for grey of 16 bits, of which it keeps nothing above 255."""
     if not path.startswith("data:") and Image.open(path).mode.startswith("I"):
         return Image.fromarray((np.asarray(Image.open(path)) >> 8).astype(np.uint8)).convert("RGB")
-    return load_image(path)
+    return Image.fromarray(convert_to_rgb(load_image(path), return_numpy=True))
 
 
 @for_each("case", [case for case in CASES if not case.reason and case.build not in OTHERS])

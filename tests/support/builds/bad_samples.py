@@ -68,8 +68,8 @@ def used(what, *lines, happens="used", **rest):
     return Case(what, happens, "", lines, **rest)
 
 
-def rejected(what, reason, *lines, **rest):
-    return Case(what, "rejected", reason, lines, **rest)
+def rejected(what, reason, *lines, happens="rejected", **rest):
+    return Case(what, happens, reason, lines, **rest)
 
 
 def picture(what, name, data, reason="", **rest):
@@ -89,6 +89,12 @@ def raw(value, **changes):
 
 def turns(*pairs):
     return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+def asking(**sizes):
+    """A record whose image asks for a size of its own."""
+    parts = [{"type": "image", "image": "good.png", **sizes}, {"type": "text", "text": "a"}]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]}
 
 
 FIRST = used("byte order mark at the beginning of the file", b"\xef\xbb\xbf" + raw(record("first")))
@@ -144,7 +150,33 @@ IMAGES = [
         "PNG with a transparent colour in its palette",
         "clear.png",
         pictures.encoded(pictures.PALETTE, "PNG", transparency=3),
+        happens="used; what has that colour becomes white",
     ),
+    *[
+        picture(
+            f"{what} with a transparent colour",
+            f"clear-{number}.png",
+            pictures.encoded(image, form, transparency=colour),
+            happens="used; what has that colour becomes white",
+        )
+        for number, (what, image, form, colour) in enumerate(
+            [
+                ("PNG of RGB", pictures.PHOTO, "PNG", pictures.PHOTO.getpixel((5, 5))),
+                ("PNG of grey", pictures.PHOTO.convert("L"), "PNG", 90),
+                ("black and white PNG", pictures.PHOTO.convert("1"), "PNG", 0),
+                ("GIF", pictures.PALETTE, "GIF", 3),
+            ]
+        )
+    ],
+    picture(
+        "PNG with several transparent colours in its palette",
+        "clear-several.png",
+        pictures.encoded(pictures.PALETTE, "PNG", transparency=bytes(range(64))),
+        happens="used; transparency is dropped",
+    ),
+    picture("AVIF that its library refuses", "bad.avif", pictures.AVIF, "corrupt_image"),
+    picture("DDS of an unknown pixel format", "bad.dds", pictures.DDS, "corrupt_image"),
+    picture("HEIC", "a.heic", pictures.HEIC, "corrupt_image"),
     picture(
         "PNG with alpha",
         "alpha.png",
@@ -383,6 +415,25 @@ RECORDS = [
     rejected("no field that is known", "no_conversation", {"id": "other", "body": "a"}),
     rejected("conversation of a system turn only", "no_answer", turns(("system", "Be kind."))),
     rejected("conversation without an answer", "no_answer", turns(("human", "a"))),
+    used(
+        "`max_pixels`, `resized_height`, `fps` in a part, as the model's rule makes it",
+        asking(max_pixels=1_003_520),
+        asking(resized_height=40, resized_width=60),
+        build="native",
+    ),
+    rejected(
+        "the same, where the model's rule makes it otherwise",
+        "asked_size",
+        *(asking(min_pixels=100_000), asking(resized_height=280, resized_width=280)),
+        *(asking(fps=2), asking(min_pixels=-1), asking(max_pixels="many")),
+        build="native",
+        happens="rejected; the line says where to give it for all",
+    ),
+    used(
+        "the same for a model whose rule knows no such sizes",
+        asking(max_pixels=1_003_520),
+        happens="used; the key is named as never read",
+    ),
     used(
         "key that nothing reads",
         record("unread") | {"options": ["A", "B"]},
