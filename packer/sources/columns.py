@@ -1,4 +1,4 @@
-"""A dataset's own names of columns -> the names that schemas know: `Columns`. Pure.
+"""Names of a dataset's own columns -> names that schemas know: `Columns`. Pure.
 
 For `--columns messages=my_conv,images=pics`, the `columns` of a mixture's dataset, and
 LLaMA-Factory's dataset_info.json. A record's other keys stay as they are. One that has a name which

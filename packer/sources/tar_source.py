@@ -21,6 +21,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -300,18 +301,19 @@ def _not_torn(samples: Iterable[_Sample], container: str) -> Iterator[_Sample]:
 
     Two samples of one key that have a suffix in common are two: tars are joined in that way.
     """
-    earlier: dict[str, tuple[int, frozenset[str]]] = {}
-    shapes: dict[frozenset[str], frozenset[str]] = {}
+    earlier: dict[str, tuple[int, tuple[str, ...]]] = {}
+    shapes: dict[tuple[str, ...], tuple[str, ...]] = {}
     for number, sample in enumerate(samples, 1):
-        suffixes = frozenset(_suffix(sample, member) for member in sample.members)
-        first, found = earlier.setdefault(
-            sample.key, (number, shapes.setdefault(suffixes, suffixes))
-        )
-        if first != number and suffixes and found.isdisjoint(suffixes):
-            there, here = (", ".join(sorted(names)) for names in (found, suffixes))
+        names = [member.name for member in sample.members]
+        start = len(sample.key) + (3 if names and names[0].startswith("./") else 1)
+        shape = tuple([name[start:].lower() for name in names])
+        # samples have the same few shapes, so that little is kept of each
+        first, found = earlier.setdefault(sample.key, (number, shapes.setdefault(shape, shape)))
+        if first != number and shape and set(found).isdisjoint(shape):
             raise DataError(
-                f"{container}: the members of {sample.key} are not next to each other: {there} in"
-                f" sample {first:,}, {here} in sample {number:,}; sort the tar by name"
+                f"{container}: the members of {sample.key} are not next to each other:"
+                f" {', '.join(found)} in sample {first:,}, {', '.join(shape)} in sample {number:,};"
+                " sort the tar by name"
             )
         yield sample
 
@@ -403,12 +405,13 @@ def _suffix(sample: _Sample, member: Member) -> str:
 def _kinds(files: Mapping[str, Member], file: IO[bytes]) -> dict[str, str]:
     """What the members are: json, text, image, video, audio, or empty for what is of no use."""
     kinds = {suffix: _kind(suffix) or _kind_inside(suffix, files[suffix], file) for suffix in files}
-    images = [suffix for suffix, kind in kinds.items() if kind == "image"]
-    if any("." not in suffix for suffix in images):
-        kinds |= {suffix: "" for suffix in images if _name(suffix) in MASKS}
+    masks = [suffix for suffix in kinds if kinds[suffix] == "image" and _name(suffix) in MASKS]
+    if masks and any(kind == "image" and "." not in suffix for suffix, kind in kinds.items()):
+        kinds |= dict.fromkeys(masks, "")
     return kinds
 
 
+@lru_cache(1024)
 def _kind(suffix: str) -> str:
     """What a member's suffix says; empty if nothing."""
     last = suffix.rpartition(".")[2]
