@@ -37,7 +37,7 @@ from packer.count.staging import (
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
-from packer.records.fields import NeverRead
+from packer.records.fields import NeverRead, add_columns
 from packer.records.user_map import ALL_COLUMNS, load_map
 from packer.report.build_summary import BuildSummary, count_rejected, nothing_to_pack, require_few
 from packer.sources.columns import parse_columns
@@ -219,7 +219,6 @@ class Builder:
             )
             self._count_records(dataset, settings)
         extras = self._extras(dataset)
-        names = [part.name for part in dataset.parts]
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
@@ -231,7 +230,7 @@ class Builder:
             num_read=sum(records_per_part),
             num_repeated=int(np.maximum(copies - 1, 0).sum()),
             extras=extras,
-            never_read=staged_never_read(self.staging.samples, names, records_per_part),
+            never_read=self._never_read(dataset, records_per_part),
         )
         write_table(counts.table, self.out / COUNTS_NAME)
         self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
@@ -275,6 +274,16 @@ class Builder:
                 f"records have {', '.join(sorted(_columns(dataset)))}"
             )
         return types
+
+    def _never_read(self, dataset: Dataset, num_records: list[int]) -> dict[str, NeverRead]:
+        """What nothing reads, by part: keys of records, and columns that records come without."""
+        names = [part.name for part in dataset.parts]
+        found = staged_never_read(self.staging.samples, names, num_records)
+        for part in dataset.parts:
+            columns = found.pop(part.name, {})
+            add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
+            found |= {part.name: columns} if columns else {}
+        return found
 
     def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
         """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""

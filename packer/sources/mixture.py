@@ -1,4 +1,4 @@
-"""Mixtures of raw datasets: TOML, presets, InternVL's meta JSON, LLaVA-NeXT's YAML."""
+"""Mixtures of datasets: TOML, presets, InternVL JSON, LLaVA-NeXT YAML."""
 
 import json
 import re

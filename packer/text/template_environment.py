@@ -84,8 +84,8 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     environment: Any = template.environment
     environment.begin()
     try:
-        # `template.render` without its work on tracebacks, and with globals in a plain dict: Jinja's
-        # chain of dicts takes as long to copy as a short conversation takes to render
+        # `template.render` without its work on tracebacks, and with globals in a plain dict: to
+        # copy Jinja's chain of dicts takes as long as to render a short conversation
         names = {**environment.globals, **variables}
         context = Context(environment, names, template.name, template.blocks)
         return _joined(template.root_render_func(context))
