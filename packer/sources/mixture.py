@@ -1,4 +1,4 @@
-"""Mixtures of datasets: TOML, presets, InternVL JSON, LLaVA-NeXT YAML."""
+"""Mixtures of datasets: TOML, presets, InternVL's meta JSON, LLaVA-NeXT's YAML."""
 
 import json
 import re

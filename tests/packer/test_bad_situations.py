@@ -135,7 +135,7 @@ def test_members_by_content(tmp_path):
     printed, _ = run(build_command(place, tmp_path / "out"))
     assert "1 sample read = 1 packed" in printed
     assert 'never read: .npy (1 record, e.g. "2 bytes")' in printed
-    assert pq.read_table(tmp_path / "out" / "counts.parquet")["num_images"].to_pylist()[0]
+    assert pq.read_table(tmp_path / "out" / "counts.parquet")["num_image_patches"].to_pylist()[0]
 
 
 def energon(folder, about, **splits):

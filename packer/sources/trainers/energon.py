@@ -1,4 +1,4 @@
-"""Energon's folders: shards of a split, and which members become which fields.
+"""Energon's folders: the shards of a split, and which members become which fields.
 
 As megatron-energon 7 reads them: `.nv-meta/split.yaml` has the shards of each split and what is
 left out of them, `.info.json` the number of samples in each, and `dataset.yaml` the kind of the

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: its dataset_info.json, where data is and how columns are named.
+"""LLaMA-Factory's dataset_info.json: where a dataset is, and its columns' names.
 
 As its `data/parser.py` and `data/converter.py` read it: without `columns` or `tags`, the defaults
 hold; with them, only what they list. Of two ranked answers the chosen one is learned. What is

@@ -6,6 +6,7 @@ src/llamafactory/data/parser.py and converter.py of that repository for what is 
 
 import io
 import json
+from itertools import chain, pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from balance.errors import ConfigError
+from loaders import BalancedLoader
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.count.record_table import read_records
@@ -275,3 +277,17 @@ def test_the_dataset_info_of_datasets_is_no_such_file(tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps({"features": {}, "splits": {}}))
     (tmp_path / "data.json").write_text(json.dumps([ALPACA]))
     assert find_dataset(str(tmp_path), None).parts[0].located.columns is None
+
+
+def test_without_a_build_the_same_ids_come(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    entry = {"columns": {"prompt": "q", "response": "a"}}
+    records = [{"q": f"What is {n}?", "a": "A number."} for n in range(12)]
+    place = write_info(tmp_path / "raw", entry, records)
+    _, packed = build(place, tmp_path / "out")
+    loader = BalancedLoader(str(place), model="tiny", tokenizer=options(place, "")["tokenizer"])
+    ids = []
+    for batch in chain.from_iterable(loader):
+        borders = batch.cu_seqlens.tolist()
+        ids += [batch.input_ids.tolist()[a:b] for a, b in pairwise(borders)]
+    assert sorted(ids) == packed
