@@ -1,4 +1,4 @@
-"""Whatever a decoder raises for a file -> what is wrong with that file, in one line.
+"""Whatever a decoder raises for a file -> what is wrong with it, in one line.
 
 The one place for it, of the packer and the loaders. Pillow, PyAV and soundfile give files to some
 thirty decoders, whose errors are of any type: a list of types was incomplete twice (RuntimeError of
@@ -6,7 +6,10 @@ AVIF, NotImplementedError of DDS, AttributeError of SPIDER). So callers catch `E
 leaves Ctrl-C and the end of the program alone, and ask here.
 """
 
+import ctypes
 import errno
+import logging
+from functools import cache
 from typing import Literal, NamedTuple
 
 from PIL import Image, UnidentifiedImageError
@@ -71,3 +74,25 @@ def _has_memory_left() -> bool:
     except MemoryError:
         return False
     return True
+
+
+@cache
+def quiet_decoders() -> None:
+    """Stop Pillow, and the copy of libtiff that it uses, from writing to the terminal.
+
+    What they would say of a damaged file is in the error that is raised. libtiff's handlers are
+    taken out, instead of sending standard error elsewhere meanwhile, which would hide what other
+    threads write. Where the library cannot be found by name it stays as it is. Pillow's log gets a
+    handler that does nothing, so a program that handles logs itself still has it.
+    """
+    logging.getLogger("PIL").addHandler(logging.NullHandler())
+    try:
+        from PIL import _imaging  # noqa: PLC0415  (a part that another build may not have)
+
+        library = ctypes.CDLL(_imaging.__file__)  # what it links is found through it
+        for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
+            setter = getattr(library, name)
+            setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
+            setter(None)
+    except (AttributeError, ImportError, OSError, TypeError):
+        return

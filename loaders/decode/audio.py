@@ -14,7 +14,7 @@ from torch import Tensor
 from balance.errors import DataError
 from balance.media.audio_tokens import AudioRule, resampled_length
 from balance.media.decoder_faults import fault_of
-from balance.media.quiet_decoders import quiet_sounds
+from balance.media.quiet_sounds import quiet_sounds
 from balance.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, WavHeader, is_wav, wav_header
 
 Channels = NDArray[np.float32]

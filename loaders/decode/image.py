@@ -11,11 +11,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from balance.errors import DataError
-from balance.media.decoder_faults import fault_of
+from balance.media.decoder_faults import fault_of, quiet_decoders
 from balance.media.image_tokens import plan_image
 from balance.media.jpeg import plain_jpeg_size
 from balance.media.orientation import ORIENTATION_TAG, upright_size
-from balance.media.quiet_decoders import quiet_images
 from balance.media.rules import VisionRule
 from balance.media.rules.base import ResizeTo
 from loaders.decode.resize import Pixels
@@ -111,7 +110,7 @@ def decode(
     differ by 0.4 levels of 255 in the mean and 3 at most, those of coloured writing by 4 and 50.
     """
     try:
-        quiet_images()
+        quiet_decoders()
         image: Image.Image = Image.open(BytesIO(image_bytes))
         stored = image.size  # first: looking for its EXIF may decode a file
         size = upright_size(stored, image.format, image.getexif().get(ORIENTATION_TAG))

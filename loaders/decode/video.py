@@ -41,8 +41,9 @@ def decode_frames(
         images = unpack_frames(content)
         if len(images) != facts.num_frames:
             raise _changed(f"{len(images)} images", f"{facts.num_frames}")
-        size = facts[:2]
-        return (decode_pixels(images[index], counted=size, keep_colour=True) for index in indices)
+        return (
+            decode_pixels(images[index], counted=facts[:2], keep_colour=True) for index in indices
+        )
     return _decode_file(content, facts, indices)
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from PIL import Image, ImageOps
 
 from balance.errors import DataError, first_line
-from balance.media.decoder_faults import fault_of
+from balance.media.decoder_faults import fault_of, quiet_decoders
 from balance.media.frame_archive import is_frame_archive, unpack_frames
-from balance.media.quiet_decoders import quiet_images
 from packer.media.video_header import first_frame
 from packer.records.media import SampleProblem
 
@@ -51,7 +50,7 @@ def make_thumbnail(data: bytes, *, is_video: bool = False) -> Thumbnail | str:
 
 
 def _decode(data: bytes) -> Thumbnail:
-    quiet_images()
+    quiet_decoders()
     with Image.open(io.BytesIO(data)) as image:
         return _shrunk(ImageOps.exif_transpose(image))
 

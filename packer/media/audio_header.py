@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from balance.errors import first_line
-from balance.media.quiet_decoders import quiet_sounds
+from balance.media.quiet_sounds import quiet_sounds
 from balance.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, is_wav, wav_header
 from packer.media.file_problem import file_problem
 from packer.records.media import SampleProblem

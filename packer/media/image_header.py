@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from PIL import Image
 
+from balance.media.decoder_faults import quiet_decoders
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
 from balance.media.orientation import ORIENTATION_TAG, upright_size
-from balance.media.quiet_decoders import quiet_images
 from packer.media.file_problem import file_problem
 
 # A size between Pillow's warning and its limit is decoded like any other. Set once, for threads
@@ -99,7 +99,7 @@ def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
     if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
         return ImageHeader(*size, num_bytes)
     file.seek(0)
-    quiet_images()
+    quiet_decoders()
     with Image.open(file) as image:
         if image.format in DRAWN_BY_A_PROGRAM:
             raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")

@@ -1,36 +1,16 @@
-"""Libraries of C that decode files, kept from writing to the terminal by themselves.
+"""Libraries of C that decode sounds, kept from writing to the terminal.
 
-What they would say of a damaged file is in the error that is raised, which names the file. File
-descriptor 2 is never sent elsewhere: that would hide what other threads write meanwhile.
+libsndfile's copy of mpg123 comments on damaged MP3 files, and has no switch for that. What is wrong
+is in the error that is raised, which names the file. File descriptor 2 is not sent elsewhere: that
+would hide what Python writes meanwhile.
 """
 
 import ctypes
-import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-
-from PIL import Image
-
-
-@cache
-def quiet_images() -> None:
-    """Stop Pillow and its copy of libtiff from writing to the terminal, for good.
-
-    libtiff's own handlers are taken out. Where the library cannot be found by name it stays as it
-    is. Pillow's log gets a handler that does nothing, so a program that handles logs still has it.
-    """
-    logging.getLogger("PIL").addHandler(logging.NullHandler())
-    try:
-        library = ctypes.CDLL(Image.core.__file__)  # symbols of what it links are found through it
-        for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
-            setter = getattr(library, name)
-            setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
-            setter(None)
-    except (AttributeError, OSError, TypeError):
-        return
 
 
 class _Stream:
@@ -75,7 +55,7 @@ def _stream() -> _Stream | None:
 def quiet_sounds() -> Iterator[None]:
     """Drop what C code writes to its `stderr` meanwhile, of which Python's is no part.
 
-    For libsndfile, whose copy of mpg123 comments on damaged MP3 files and has no switch for that.
+    In all threads; nothing is done where the C library has no such variable.
     """
     stream = _stream()
     if stream is None:
