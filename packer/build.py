@@ -40,6 +40,7 @@ from packer.progress import StageProgress
 from packer.records.fields import NeverRead
 from packer.records.user_map import ALL_COLUMNS, load_map
 from packer.report.build_summary import BuildSummary, count_rejected, nothing_to_pack, require_few
+from packer.sources.columns import parse_columns
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.upload import Publisher
@@ -155,7 +156,12 @@ class Builder:
 
     def _find(self) -> Dataset:
         config = self.config
-        dataset = find_dataset(config.dataset, config.data_root, fetch=config.fetch_annotations)
+        dataset = find_dataset(
+            config.dataset,
+            config.data_root,
+            fetch=config.fetch_annotations,
+            columns=parse_columns(config.columns),
+        )
         roots = {part.data_root for part in dataset.parts}
         if config.format == "refs" and len(roots) > 1:
             has = f"the mixture has {len(roots)} data roots"
@@ -167,7 +173,11 @@ class Builder:
         keep = self.config.kept_columns
         if self.config.map is not None:
             keep = (*keep, ALL_COLUMNS)
-        parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+        seed = self.config.seed
+        parts = (
+            replace(part, located=replace(part.located, keep=keep).seeded(seed))
+            for part in dataset.parts
+        )
         return replace(dataset, parts=tuple(parts))
 
     def _demo(self) -> Dataset:
