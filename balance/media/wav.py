@@ -18,6 +18,11 @@ class WavError(ValueError):
     """A WAV header that cannot be used; the text says why."""
 
 
+HIGHEST_RATE = 1 << 20
+"""Samples per second: all that FLAC can say, and more than recorders make. To resample from a
+damaged header's 4 * 10^9 would take more memory than a machine has."""
+
+
 @dataclass(frozen=True, slots=True)
 class WavHeader:
     """What a WAV file says of its samples; nothing is checked against the file's size."""

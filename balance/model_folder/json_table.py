@@ -18,6 +18,7 @@ class JsonTable:
     def __init__(self, values: Json, where: str, defaults: Json | None = None) -> None:
         self.where = where
         """File and place in it, for messages."""
+        self._nulls = values.keys() - {key for key, value in values.items() if value is not None}
         self._given = {key: value for key, value in values.items() if value is not None}
         self._values = {**(defaults or {}), **self._given}
         self._read: set[str] = set()
@@ -34,6 +35,11 @@ class JsonTable:
         """A value of any type; None if neither the file nor transformers has one."""
         self._read.add(key)
         return self._values.get(key)
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file has the key, as null; of a few, transformers makes False of that."""
+        self._read.add(key)
+        return key in self._nulls
 
     def count(self, *keys: str) -> int:
         """A positive integer, under the first of several names that the file has."""

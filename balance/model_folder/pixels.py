@@ -16,20 +16,22 @@ _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 def pixels_of(images: JsonTable) -> dict[str, Any]:
-    """Mean, std and filter of a rule; ConfigError for what the loader does not do."""
+    """Mean, std, filter and colours of a rule; ConfigError for what the loader does not do."""
     images.require("do_resize", True)
     images.require("do_rescale", True)
-    images.require("do_convert_rgb", True)  # else one transparent colour would stay as it is
+    images.require("do_convert_rgb", True, False)
     images.require("resample", *_FILTERS)
     if abs(images.number("rescale_factor") * 255 - 1) > 1e-6:
         raise images.wrong("rescale_factor", "only 1/255 is supported")
-    resample = _FILTERS[images.count("resample")]
+    pixels: dict[str, Any] = {"resample": _FILTERS[images.count("resample")]}
+    if images.value("do_convert_rgb") is False or images.is_null("do_convert_rgb"):
+        pixels["convert_rgb"] = False
     for key in ("image_mean", "image_std"):
         images.value(key)  # written even where nothing is normalised
     if images.value("do_normalize") is False:
-        return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "resample": resample}
+        return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), **pixels}
     mean, std = images.triple("image_mean"), images.triple("image_std")
-    return {"mean": mean, "std": std, "resample": resample}
+    return {"mean": mean, "std": std, **pixels}
 
 
 def edges(images: JsonTable, key: str = "size") -> dict[str, int]:

@@ -47,6 +47,7 @@ class VisionFields:
         self._video: VideoRule | None = model.video
         self.plans = self._plan_all()
         self._on_white = config.transparency == "white"
+        self._keep_colour = not self._rule.convert_rgb
         self._uses_pillow = config.exact_resize or config.reduced_decode
         self._transform = None
         if config.image_transform is not None and seeds is not None:
@@ -176,10 +177,15 @@ class VisionFields:
     def _decoded(
         self, content: bytes | memoryview, size: tuple[int, int], target: Pixels | None
     ) -> Image.Image | Pixels:
+        on_white, keep_colour = self._on_white, self._keep_colour
         if self._uses_pillow:
             reduced = self._rule if self._config.reduced_decode else None
-            return decode(content, counted=size, rule=reduced, on_white=self._on_white)
-        return decode_pixels(content, counted=size, target=target, on_white=self._on_white)
+            return decode(
+                content, counted=size, rule=reduced, on_white=on_white, keep_colour=keep_colour
+            )
+        return decode_pixels(
+            content, counted=size, target=target, on_white=on_white, keep_colour=keep_colour
+        )
 
     def _image(self, number: int, target: Pixels | None = None) -> Image.Image | Pixels:
         """The image: `target` if it could be decoded there, else valid until the next one.

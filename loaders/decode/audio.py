@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from balance.errors import DataError
-from balance.media.audio_tokens import AudioRule
+from balance.media.audio_tokens import AudioRule, resampled_length
 from balance.media.decoder_faults import fault_of
-from balance.media.wav import FLOAT, PCM, WavError, WavHeader, is_wav, wav_header
+from balance.media.quiet_sounds import quiet_sounds
+from balance.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, WavHeader, is_wav, wav_header
 
 Channels = NDArray[np.float32]
 """(samples, channels), full scale 1."""
@@ -31,17 +32,20 @@ def decode_audio(
     channels, sampling_rate = _read_wav(content) or _read_other(content)
     if len(channels) == 0:
         raise _broken(content, "it has no samples")
+    if not 1 <= sampling_rate <= HIGHEST_RATE:
+        raise _broken(content, f"its header says {sampling_rate} samples/s")
+    length = resampled_length(rule, len(channels), sampling_rate)
+    if counted is not None and length != counted:  # first: a damaged rate may ask for terabytes
+        raise DataError(
+            f"audio clip has {length} samples at {rule.sampling_rate} per second, but had "
+            f"{counted} when it was counted"
+        )
     mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1, dtype=np.float32)
     clip = np.ascontiguousarray(mono)
     if sampling_rate != rule.sampling_rate:
         from loaders.decode._resample import resample  # noqa: PLC0415  (see `loaders`)
 
         clip = resample(clip, sampling_rate, rule.sampling_rate)
-    if counted is not None and len(clip) != counted:
-        raise DataError(
-            f"audio clip has {len(clip)} samples at {rule.sampling_rate} per second, but had "
-            f"{counted} when it was counted"
-        )
     return torch.from_numpy(clip)
 
 
@@ -95,7 +99,7 @@ def _read_other(content: memoryview) -> tuple[Channels, int]:
     except (ImportError, OSError):  # OSError: the library that it loads is not there
         raise _broken(content, "it is no plain WAV; pip install 'isobatch[audio]'") from None
     try:
-        with soundfile.SoundFile(BytesIO(content)) as file:
+        with quiet_sounds(), soundfile.SoundFile(BytesIO(content)) as file:
             channels: Channels = file.read(dtype="float32", always_2d=True)
     except Exception as error:  # of any type: decoders raise what they like
         raise _broken(content, fault_of(error).detail) from None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from balance.errors import first_line
-from balance.media.wav import FLOAT, PCM, WavError, is_wav, wav_header
+from balance.media.quiet_sounds import quiet_sounds
+from balance.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, is_wav, wav_header
 from packer.media.file_problem import file_problem
 from packer.records.media import SampleProblem
 
@@ -33,7 +34,7 @@ def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
     """Length, rate and channels of a seekable audio file; SampleProblem names it as `name`."""
     try:
         header = _read(file)
-        if header.num_channels < 1 or header.sampling_rate < 1:
+        if header.num_channels < 1 or not 1 <= header.sampling_rate <= HIGHEST_RATE:
             what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
             raise SampleProblem("corrupt_audio", f"the header says {what}")
         if header.num_samples < 1:
@@ -109,7 +110,8 @@ def _read_other(file: BinaryIO, num_bytes: int) -> AudioHeader:
         raise SampleProblem("audio_format", what) from None
     file.seek(0)
     try:
-        info = soundfile.info(file)
+        with quiet_sounds():
+            info = soundfile.info(file)
     except soundfile.SoundFileError as error:
         what = f"not audio that libsndfile can read: {first_line(error)}"
         raise SampleProblem("audio_format", what) from None

@@ -197,15 +197,24 @@ def other_files(model: ModelPreset, family: str) -> ModelFiles:
     )
 
 
+HIDDEN_SHOWS = {"do_convert_rgb": None}
+"""As the files of Gemma 3 and PaliGemma have it."""
 SMOL = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llava_onevision": ("qwen2", "siglip_vision_model", {}),
     "gemma3": (
         "gemma3_text",
         "siglip_vision_model",
-        {"text": {"sliding_window": 1024}, "images": {"size": {"height": 896, "width": 896}}},
+        {
+            "text": {"sliding_window": 1024},
+            "images": {"size": {"height": 896, "width": 896}, **HIDDEN_SHOWS},
+        },
     ),
-    "paligemma": ("gemma2", "siglip_vision_model", {"images": {"image_seq_length": 256}}),
+    "paligemma": (
+        "gemma2",
+        "siglip_vision_model",
+        {"images": {"image_seq_length": 256, **HIDDEN_SHOWS}},
+    ),
     "idefics3": ("llama", "idefics3_vision", {}),
     "smolvlm": (
         "llama",

@@ -154,7 +154,7 @@ def test_a_preset_of_the_users_extends_a_shipped_one(tmp_path: Path) -> None:
         ("colour", 1, r"mine: unknown key colour; known: .*context_len"),
         ("context_len", "64", r"mine: context_len is '64', but should be int"),
         ("context_len", True, r"mine: context_len is True"),
-        ("vision.max_tiles", 3, r"\[vision\]: unknown key max_tiles; known: crop, image_size"),
+        ("vision.max_tiles", 3, r"\[vision\]: unknown key max_tiles; known: convert_rgb, crop"),
         (
             "vision.rule",
             "square",

@@ -116,6 +116,9 @@ class PixelRule:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: Resample = "bicubic"
+    convert_rgb: bool = True
+    """transformers' `do_convert_rgb`: a file's one transparent colour is white. False (Gemma 3,
+    PaliGemma): it is seen."""
 
     part_names: ClassVar[tuple[str, ...]] = ()
     """Names of `ImagePlan.parts`, which the model's markup has texts for."""

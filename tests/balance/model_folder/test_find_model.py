@@ -100,6 +100,9 @@ def test_what_transformers_assumes_is_assumed(tmp_path: Path) -> None:
     for key in ("merge_size", "patch_size", "temporal_patch_size", "image_mean", "do_resize"):
         for absent in (..., None):
             assert model_from_files(changed(files, "image_processor", {key: absent})) == model
+    for given, kept in ((..., True), (True, True), (False, False), (None, False)):
+        other = model_from_files(changed(files, "image_processor", {"do_convert_rgb": given}))
+        assert other.vision == replace(model.vision, convert_rgb=kept)  # null is no class's own
     bare = model_from_files(changed(files, "image_processor", {"size": ...}))
     assert bare.vision.max_pixels == 28 * 28 * 1280  # type: ignore[union-attr]
     assert bare.vision.min_pixels == model.vision.min_pixels  # type: ignore[union-attr]

@@ -1,11 +1,13 @@
 """Damaged files of every kind: used or refused with a reason, by the packer and the loaders."""
 
+import ctypes
 import io
 import logging
 import os
 import sys
 import wave
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,18 @@ from balance.errors import DataError
 from balance.media import decoder_faults
 from balance.media.audio_tokens import AudioRule
 from balance.media.decoder_faults import fault_of
+from balance.media.quiet_sounds import quiet_sounds
 from balance.presets import load_model
-from loaders.decode import audio as audio_decoder
+from loaders.decode.audio import decode_audio
 from loaders.decode.image import decode, decode_pixels
+from loaders.decode.video import decode_frames
 from packer.inspect._thumbnails import make_thumbnail
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import check_png, read_header
+from packer.media.video_header import read_video_header
 from packer.records.media import SampleProblem
 from packer.records.record import REASONS
+from support.clips import CODECS, make_clip
 from support.oracles.reference_processors import random_image
 
 FILES = int(os.environ.get("ISOBATCH_TEST_DRAWS", "1")) * 500
@@ -175,19 +181,76 @@ def test_pillow_and_libtiff_are_silent_and_a_programs_own_log_is_not(
     assert capfd.readouterr().err == "ours\n"
 
 
-def test_mutated_clips_are_used_or_refused() -> None:
-    rule = load_model("tiny_audio").audio
-    assert isinstance(rule, AudioRule)
-    files = []
+def _sounds() -> dict[str, bytes]:
+    """A clip of each kind; those of libsndfile only where that is."""
+    clips, rng = {}, np.random.default_rng(0)
     for width, rate in ((1, 8000), (2, 16000), (3, 44100), (4, 16000)):
         buffer = io.BytesIO()
         with wave.open(buffer, "wb") as file:
             file.setparams((2, width, rate, 0, "NONE", ""))
-            file.writeframes(bytes(range(240)) * 40)
-        files.append(buffer.getvalue())
-    rng = np.random.default_rng(0)
+            file.writeframes(rng.bytes(480 * width))
+        clips[f"WAV {width}"] = buffer.getvalue()
+    soundfile = pytest.importorskip("soundfile")
+    for kind, subtype in (("FLAC", None), ("OGG", None), ("MP3", None), ("WAV", "MS_ADPCM")):
+        buffer = io.BytesIO()
+        soundfile.write(buffer, rng.uniform(-1, 1, 4000), 16_000, format=kind, subtype=subtype)
+        clips[f"{kind} {subtype}"] = buffer.getvalue()
+    return clips
+
+
+def test_mutated_clips_are_used_or_refused_in_silence(capfd: Any) -> None:
+    rule = load_model("tiny_audio").audio
+    assert isinstance(rule, AudioRule)
+    rng, files = np.random.default_rng(0), list(_sounds().values())
     for number in range(FILES):
-        content = mutated(rng, files[number % len(files)])
-        problem = _refused(lambda held=content: read_audio_header(io.BytesIO(held), "a clip"))
-        assert problem is None or problem.reason in REASONS
-        _refused(lambda held=content: audio_decoder._read_wav(memoryview(held)))
+        held = mutated(rng, files[number % len(files)])
+        problem = _refused(lambda: read_audio_header(io.BytesIO(held), "a clip"))  # noqa: B023
+        assert not isinstance(problem, SampleProblem) or problem.reason in REASONS
+        _refused(lambda: decode_audio(rule, held, 240))  # noqa: B023
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rate_that_no_recorder_has_is_not_resampled_from() -> None:
+    rule = load_model("tiny_audio").audio
+    assert isinstance(rule, AudioRule)
+    content = bytearray(_sounds()["WAV 2"])
+    content[24:28] = (3_000_000_019).to_bytes(4, "little")  # it took 24 GB
+    with pytest.raises(SampleProblem, match=r"corrupt_audio: a clip: .*3000000019 samples/s"):
+        read_audio_header(io.BytesIO(content), "a clip")
+    with pytest.raises(DataError, match="3000000019 samples/s"):
+        decode_audio(rule, bytes(content))
+    content[24:28] = (1).to_bytes(4, "little")  # counted before: as many samples are not made
+    with pytest.raises(DataError, match="had 240 when it was counted"):
+        decode_audio(rule, bytes(content), 240)
+
+
+def test_a_decoder_of_c_is_silent_and_what_others_write_is_not(capfd: Any) -> None:
+    program = ctypes.CDLL(None)
+    program.perror(b"before")
+    with quiet_sounds(), ThreadPoolExecutor(2) as pool:
+        pool.submit(_say_quietly, program).result()
+        program.perror(b"hidden")
+        print("ours", file=sys.stderr)
+    program.perror(b"after")
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["before", "ours", "after"]
+
+
+def _say_quietly(program: Any) -> None:
+    with quiet_sounds():
+        program.perror(b"hidden in a thread")
+
+
+def test_mutated_videos_are_used_or_refused_in_silence(capfd: Any) -> None:
+    clips, rng = [make_clip(6, codec=codec) for codec in CODECS], np.random.default_rng(0)
+    for number in range(FILES // 10):
+        clip = clips[number % len(clips)]
+        held = mutated(rng, clip.content)
+        for whole in (False, True):
+            problem = _refused(
+                lambda: read_video_header(io.BytesIO(held), "a film", decode=whole)  # noqa: B023
+            )
+            assert not isinstance(problem, SampleProblem) or problem.reason in REASONS
+        _refused(lambda: list(decode_frames(held, clip.facts, [0, 3, 5])))  # noqa: B023
+        make_thumbnail(held, is_video=True)
+    assert capfd.readouterr() == ("", "")

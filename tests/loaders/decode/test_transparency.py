@@ -5,6 +5,8 @@ Two routes: a processor is given what `load_image` makes of a file, or the opene
 
 import io
 from functools import cache
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ from transformers.image_utils import load_image
 from balance.media.frame_archive import pack_frames
 from balance.media.video_tokens import VideoFacts
 from balance.presets import load_model
+from loaders.batch._vision import VisionFields
+from loaders.batch.broken_files import BrokenFiles
+from loaders.config import LoaderConfig
 from loaders.decode.image import decode, decode_pixels
 from loaders.decode.pixels import normalize
 from loaders.decode.video import decode_frames
@@ -86,7 +91,8 @@ def _given(name: str, *, on_white: bool) -> Image.Image:
 
 
 def _ours(rule: Any, content: bytes, *, on_white: bool) -> Rows:
-    raw = extract_patches(rule, decode(content, on_white=on_white), exact=True)
+    image = decode(content, on_white=on_white, keep_colour=not rule.convert_rgb)
+    raw = extract_patches(rule, image, exact=True)
     return normalize(rule, raw).flatten(1).numpy()
 
 
@@ -104,7 +110,7 @@ def test_pixels_equal_the_processors_for_every_kind_of_transparency(model: str) 
             return [np.asarray(made).reshape(-1, 3 * rule.patch_side**2)]
 
     for name, content in _files().items():
-        for on_white in (False, True):
+        for on_white in (False, True)[: 1 + rule.convert_rgb]:  # else it takes RGB only
             (expected,) = pixels([_given(name, on_white=on_white)])
             ours = _ours(rule, content, on_white=on_white)
             if ours.shape != expected.shape:  # repeated for all frames of a patch
@@ -134,6 +140,20 @@ def test_frames_of_a_video_and_processors_without_the_step_see_the_hidden_colour
         assert np.array_equal(np.asarray(kept), want), name
         on_white = convert_to_rgb(kept, return_numpy=True)
         assert np.array_equal(on_white, np.asarray(decode(content))), name
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_a_loader_keeps_the_colour_where_the_models_processor_does() -> None:
+    none = np.zeros(0)
+    raw: Any = SimpleNamespace(
+        image_sizes=none, image_frames=none, image_rates=none, images=(), input_ids=()
+    )
+    for model, exact in product(("gemma3", "paligemma2", "llava_1_5"), (False, True)):
+        config = LoaderConfig(exact_resize=exact)
+        preset = load_model(model)
+        fields = VisionFields(raw, preset, config, None, BrokenFiles(raw, config))
+        found = np.asarray(fields._decoded(_files()["colour"], (44, 30), None))
+        assert tuple(found[2, 2]) == (BLUE if preset.name != "llava_1_5" else (255, 255, 255))
 
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")

@@ -265,7 +265,7 @@ FAMILIES |= {
         },
         processor="Gemma3Processor",
         images="Gemma3ImageProcessor",
-        image_settings={"size": {"height": 896, "width": 896}},
+        image_settings={"size": {"height": 896, "width": 896}, "do_convert_rgb": None},
         settings={"image_seq_length": 256},
         tokens={
             "boi_token": "<start_of_image>",
@@ -285,7 +285,7 @@ FAMILIES |= {
         },
         processor="PaliGemmaProcessor",
         images="SiglipImageProcessor",
-        image_settings={"image_seq_length": 256},
+        image_settings={"image_seq_length": 256, "do_convert_rgb": None},
         tokens={"image_token": "<image>"},
     ),
     "gemma4": Family(

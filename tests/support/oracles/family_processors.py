@@ -142,7 +142,8 @@ def _patches(image: Any, side: int) -> Rows:
 
 def fixed(rule: FixedRule, kind: Any) -> Family:
     size = {"height": rule.image_size, "width": rule.image_size}
-    processor = kind(size=size, **_options(rule))
+    # null in the files of Gemma 3 and PaliGemma
+    processor = kind(size=size, do_convert_rgb=rule.convert_rgb or None, **_options(rule))
 
     def pixels(images: list[Image.Image]) -> list[Rows]:
         made = processor(images, return_tensors="np")["pixel_values"]
