@@ -176,8 +176,8 @@ def _read_json(path: Path) -> object:
         return json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {first_line(error)}") from None
 
 
 def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:

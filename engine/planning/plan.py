@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from balance.config import build_config
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError, DataError, os_reason
+from balance.plain_values import parse_json, read_text
 from balance.presets import ModelPreset, model_from_dict, model_to_dict
 from balance.types import BoolArray, IntArray
 from engine.cost_model.analytical import layer_costs
@@ -254,13 +255,14 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(path: str | Path) -> Plan:
     """Read a plan. DataError if there is no such file; ConfigError as `plan_from_json`."""
     try:
-        values = json.loads(Path(path).read_text("utf-8"))
+        text = read_text(path)
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}; give the plan.json that `python -m engine plan` wrote"
+            f"{path}: {os_reason(error)}; give the plan.json that `python -m engine plan` wrote"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
+    values = parse_json(text, str(path), DataError, exact=True)
     return plan_from_json(values, where=str(path))
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits
-from balance.interface.command_line import messages
+from balance.interface.consoles import messages
 from balance.model_folder.find_model import find_model, is_folder
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray

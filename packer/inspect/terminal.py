@@ -7,9 +7,11 @@ colours. Long texts are cut in the middle, with a note; the page shows all.
 import json
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
-from packer.format_text import capitalised, counted, size_text, visible
+from balance.visible_text import visible
+from packer.format_text import capitalised, counted, size_text
 from packer.inspect.token_text import Piece, PieceKind
 from packer.inspect.view import GroupView, ImageView, SampleView
 
@@ -23,9 +25,9 @@ NO_TOKENIZER = "Token ids, because a build holds no tokenizer: give --tokenizer 
 
 def print_group(view: GroupView, console: Console) -> None:
     """Print a group; control characters of the data are printed as escapes."""
-    why = f" ({view.why})" if view.why else ""
+    why = f" ({escape(view.why)})" if view.why else ""
     console.print(f"[bold]{group_title(view)}[/]{why}", highlight=False)
-    console.print(f"{view.shard}, {size_text(view.num_bytes)}", highlight=False)
+    console.print(f"{escape(view.shard)}, {size_text(view.num_bytes)}", highlight=False)
     for label, used, cap in load_rows(view):
         console.print(f"{label:<15}{used:>9,} of {cap:>9,}  {_bar(used, cap)}", highlight=False)
     console.print(group_text(view), highlight=False)

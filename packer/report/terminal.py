@@ -14,8 +14,9 @@ from rich.table import Table
 
 from balance.baseline_samplers import BATCH_SIZE
 from balance.grouping.caps import GROUPS_LINE
+from balance.visible_text import visible
 from packer.build_dir import REPORT_NAME
-from packer.format_text import counted, seconds_text, share_text, size_text, visible
+from packer.format_text import counted, seconds_text, share_text, size_text
 from packer.records.fields import never_read_line
 from packer.records.record import REASONS
 from packer.report.build_summary import BuildSummary
@@ -67,7 +68,7 @@ def print_report(report: Report, console: Console) -> None:
     if unread := never_read_line(report.never_read, most=None):
         _print(console, f"[yellow]note:[/] {escape(visible(unread))}")
     for note in report.notes:
-        console.print(f"[yellow]note:[/] {note}")
+        console.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def samples_text(report: Report) -> str:
