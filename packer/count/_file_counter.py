@@ -8,8 +8,10 @@ from balance.errors import MediaRejected
 from balance.media.audio_tokens import plan_clip, resampled_length
 from balance.media.frame_archive import archive_bytes
 from balance.media.image_tokens import ImagePlan, plan_image
+from balance.media.rules.native import NativeRule
 from balance.media.video_tokens import VideoFacts, plan_video
 from balance.presets import ModelPreset
+from packer.count._asked_sizes import require_image, require_video
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import read_header
 from packer.media.video_header import VideoHeader, read_video_header
@@ -39,12 +41,15 @@ class FileCounter:
 
     def count_image(self, root: Folder, media: Media, images_in_sample: int) -> CountedFile:
         """An image, one of so many of its sample."""
+        rule = self._model.vision
         with open_media(root, media, "image") as file:
             header = read_header(file, media.name, decode=self._decode_images)
         try:
-            plan = plan_image(self._model.vision, header.width, header.height, images_in_sample)
+            plan = plan_image(rule, header.width, header.height, images_in_sample)
         except MediaRejected as problem:
             raise _named(problem, media) from None
+        if media.asked and isinstance(rule, NativeRule):
+            require_image(rule, dict(media.asked), (header.width, header.height), plan)
         return _visual(
             media, VideoHeader(header.width, header.height, 0, 0.0, header.num_bytes), plan
         )
@@ -59,6 +64,8 @@ class FileCounter:
             plan = plan_video(rule, facts)
         except MediaRejected as problem:
             raise _named(problem, media) from None
+        if media.asked:
+            require_video(rule, dict(media.asked), facts, plan)
         return _visual(media, header, plan, frames)
 
     def _read_video(

@@ -17,6 +17,7 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 
+from balance.media.rules.native import NativeRule
 from balance.presets import MediaMarkup, ModelPreset
 from balance.types import COUNT_COLUMNS
 from packer.count._file_counter import CountedFile, FileCounter
@@ -174,6 +175,7 @@ class SampleCounter:
             keep_columns=settings.keep_columns,
         )
         self._files = FileCounter(model, decode_images=settings.decode_images)
+        self._may_ask = isinstance(model.vision, NativeRule)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)
 
@@ -293,7 +295,7 @@ class SampleCounter:
             **dict(
                 zip(
                     ("unread", "unread_values"),
-                    unread_texts(_unread(sample, text)) or (),
+                    unread_texts(_unread(sample, text, may_ask=self._may_ask)) or (),
                     strict=False,
                 )
             ),
@@ -301,9 +303,15 @@ class SampleCounter:
         }
 
 
-def _unread(sample: RawSample, text: EncodedText) -> Sequence[Unread]:
-    """Keys of the record that nothing reads, and fields of turns that the chat template leaves."""
+def _unread(sample: RawSample, text: EncodedText, *, may_ask: bool) -> Sequence[Unread]:
+    """Keys of the record that nothing reads, and fields of turns that the chat template leaves.
+
+    `may_ask`: whether the model's rule knows sizes that a part asks for.
+    """
     unread = list(sample.unread)
+    if not may_ask:
+        asked = chain.from_iterable(image.asked for image in sample.images)
+        unread += [(f"{sample.turns_path}.content[].{key}", example_of(x)) for key, x in asked]
     for turn, key in text.unused:
         path = key if key == "tools" else f"{sample.turns_path}.{key}"
         unread.append((path, example_of(json.loads(sample.turns[turn].more).get(key))))

@@ -14,7 +14,7 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from packer.records.fields import Fields
+from packer.records.fields import Fields, is_empty
 from packer.records.loss import LOSS_KEYS
 from packer.records.media import SampleProblem
 from packer.records.record import is_deep
@@ -31,19 +31,22 @@ def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, s
 
     `role` is as the record has it. SampleProblem for what is not JSON.
     """
+    if role != "function_call" and text is not None and _OWN.issuperset(item):
+        return text, ""  # nearly all
     more = {
         key: item[key]
         for key in item
         if isinstance(key, str) and key not in _OWN and item.peek(key) is not None
     }
-    calls = more.pop("tool_calls", None) or None
+    calls = None if is_empty(more.get("tool_calls")) else more["tool_calls"]
+    more.pop("tool_calls", None)
     function_call = more.pop("function_call", None)
     if role == "function_call":  # ShareGPT: the text is the call
         function = _parsed(text, f"a tool call of turn {number}")
         calls, text = [{"type": "function", "function": function}], ""
     elif calls is None and isinstance(function_call, Mapping):
         calls = [{"type": "function", "function": function_call}]
-    elif function_call:
+    elif not is_empty(function_call):
         more["function_call"] = function_call
     if calls is not None:
         if not _are_calls(calls):

@@ -68,8 +68,9 @@ def _columns(
 
     None for a record of another schema.
     """
-    if any(_has(record, key) for key in _OTHER_CONTENT):
-        return None
+    for key in _OTHER_CONTENT:
+        if record.peek(key) is not None:
+            return None
     pair = next((pair for pair in pairs if _has(record, *pair)), None)
     if pair is not None:
         return (pair[1], {}, pair[1]) if _are_several(record.peek(pair[1])) else None

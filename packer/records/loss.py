@@ -125,7 +125,7 @@ def _switch(fields: Fields, key: str) -> bool | None:
             return bool(fields[key])
         if 0 < value < 1:
             bad = f"`{fields.path(key)}` is {value:g}; labels have a loss or none"
-            hint = "for weights of samples: --keep-columns and the loader's loss_weights"
+            hint = f"a sample's own weight is a column: --keep-columns {key}"
             raise _refused(f"{bad} ({hint})")
     return None
 

@@ -30,6 +30,11 @@ FILE_KEYS: dict[str, tuple[str, ...]] = {
     "audio": ("audio", "audios", "wav", "flac", "mp3", "ogg"),
 }
 """Keys of a record's files; suffixes are columns of tables made from WebDataset tars."""
+ASKED_KEYS = (
+    *("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels"),
+    *("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+)
+"""Keys of a part of a message by which qwen_vl_utils sizes that image or video."""
 BLOB_SCHEME = "blob:"
 """Prefix of containers in the staging folder. That of a counted list of images is FRAMES, and its
 name the JSON of the images' own places."""
@@ -62,6 +67,8 @@ class Media:
     """Content, if it came with the record."""
     frames: tuple["Media", ...] = ()
     """Images that are a video, in order; `name` is then that of the first."""
+    asked: tuple[tuple[str, Any], ...] = ()
+    """Keys of ASKED_KEYS that its part of a message has, and their values."""
 
 
 # --- content ---
@@ -204,7 +211,8 @@ def files_of(record: Fields, kind: str) -> list[Media]:
 
 def files_under(record: Fields, key: str, kind: str) -> list[Media]:
     """The files that a record has under one key, if any."""
-    if _is_empty(record.peek(key)):
+    given = record.peek(key)
+    if given is None or _is_empty(given):
         return []
     return _several(_inside(record, record[key], key), kind)
 
@@ -301,7 +309,10 @@ def media_of_part(part: Fields, keys: tuple[str, ...], kind: str) -> Media | Non
             given = given["url"]
         elif given.peek("data") is not None:
             return media_of_base64(given["data"], kind)
-    return None if given is None else media_of(given, kind)
+    if given is None:
+        return None
+    asked = tuple((key, part[key]) for key in ASKED_KEYS if part.peek(key) is not None)
+    return replace(media_of(given, kind), asked=asked)
 
 
 def _from_data_url(url: str, kind: str) -> Media:

@@ -54,6 +54,7 @@ REASONS: dict[str, str] = {
     "video_format": "a video is of a container or codec that cannot be read here",
     "no_video_stream": "a file has no video in it, only audio or the like",
     "frame_rate": "nothing says how many frames of a video are a second",
+    "asked_size": "a part of a message asks for another size than the model's rule makes",
     "frame_sizes": "the images that are a video differ in size",
     "short_video": "a video has fewer frames than the model needs",
     "audio_format": "an audio file is of a kind that cannot be read here",

@@ -147,8 +147,12 @@ def _text(value: Any, key: str) -> str:
 
 def _conversation(record: Fields, reading: Reading) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    given = {key: _rows(_parsed(record, key)) for key in ("conversations", "messages")}
-    found = {key: raw for key, raw in given.items() if isinstance(raw, list | tuple) and raw}
+    found = {}
+    for key in ("conversations", "messages"):
+        raw = _rows(_parsed(record.peek(key), key))
+        if isinstance(raw, list | tuple) and raw:
+            record[key]
+            found[key] = raw
     if not found:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
     both = [_turns(record, raw, key) for key, raw in found.items()]
@@ -163,7 +167,10 @@ def _content_of_turns(
 ) -> Content:
     """The content of a conversation, with what the record has next to it."""
     turns = _with_system(record, turns)
-    turns = with_tools(turns, record.get("tools"))
+    with_them = with_tools(turns, record.peek("tools"))
+    if with_them is not turns:
+        record["tools"]
+        turns = with_them
     files = {kind: _files(record, kind, given) for kind, given in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
@@ -208,7 +215,7 @@ def _history(record: Fields) -> list[tuple[Any, Any]]:
     """Earlier questions and answers: pairs in a list, which tables may hold as JSON."""
     if is_empty(record.peek(HISTORY_KEY)):
         return []
-    pairs = _parsed(record, HISTORY_KEY)
+    pairs = _parsed(record[HISTORY_KEY], HISTORY_KEY)
     known = isinstance(pairs, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     )
@@ -237,9 +244,8 @@ def _files(record: Fields, kind: str, places: _Places) -> list[Media]:
     return files
 
 
-def _parsed(record: Fields, key: str) -> Any:
+def _parsed(raw: Any, key: str) -> Any:
     """What tables hold as JSON in a text; anything else, such as an empty text, as it is."""
-    raw = record.get(key)
     if not isinstance(raw, str) or not raw.strip():
         return raw
     try:
@@ -255,6 +261,8 @@ def _turn(item: Any, number: int, parts: _Parts) -> Turn:
     if not isinstance(item, Fields):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
     given, text = _read_first(item, "from", "role"), _read_first(item, "value", "content")
+    if given is not None and given == item.peek("role"):
+        item["role"]
     role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
     if role is None:
         bad = f"turn {number} has the role {str(given)[:80]!r}; known: {', '.join(ROLES)}"
@@ -432,7 +440,10 @@ def _has_any(record: Fields, *keys: str) -> bool:
 
 def _read_first(record: Fields, *keys: str) -> Any:
     """The first of these values; a key that a record does not have may be a null (in tables)."""
-    return next((record[key] for key in keys if record.peek(key) is not None), None)
+    for key in keys:
+        if record.peek(key) is not None:
+            return record[key]
+    return None
 
 
 def _are_objects(given: Any) -> bool:

@@ -186,7 +186,9 @@ def dropped_thoughts(
     for i, turn in enumerate(turns):
         if "</think>" in turn.text:
             thought = turn.text.split("</think>")[0].split("<think>")[-1].strip()
-            if thought and guard(thought) not in text:
+            # as part of another thought it is still there, once less
+            written = sum(other.text.count(thought) for other in turns) if thought else 0
+            if text.count(guard(thought)) < written:
                 dropped.append((i, DROPPED_THOUGHT))
     return tuple(dropped)
 

@@ -159,7 +159,8 @@ def images_of(case, line):
     if case.images:
         return case.images[case.lines.index(line)]
     value = json.loads(line.decode("utf-8-sig", "replace")) if isinstance(line, bytes) else line
-    given = value.get("image") or []
+    parts = value["messages"][0]["content"] if "messages" in value else ()
+    given = value.get("image") or [each["image"] for each in parts if "image" in each]
     return [given] if isinstance(given, str) else given
 
 

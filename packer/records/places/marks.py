@@ -44,6 +44,7 @@ NUMBERED_KEYS: Mapping[str, tuple[str, int]] = {
     for number in range(_MOST_COLUMNS + 1)
 }
 """Columns of one file each (MMMU's `image_1`, ...) -> their kind and number."""
+_COLUMN_NAMES = frozenset(NUMBERED_KEYS)
 
 Edit = tuple[int, int, str]
 """Start and end of characters, and what replaces them."""
@@ -84,10 +85,13 @@ def record_files(record: Fields, kind: str) -> list[Media]:
 
 def column_numbers(record: Fields) -> dict[str, tuple[int, ...]]:
     """Kind -> numbers of the columns that its files are from, if each is from one of them."""
-    kinds = {NUMBERED_KEYS[key][0] for key in record if key in NUMBERED_KEYS}
+    if _COLUMN_NAMES.isdisjoint(record):  # most records
+        return {}
+    keys = [key for key in record if key in NUMBERED_KEYS]
     found = {}
-    for kind in kinds:
-        columns = _columns(record, kind)
+    for kind in {NUMBERED_KEYS[key][0] for key in keys}:
+        # of a copy, for these files may not be those that are used
+        columns = _columns(Fields({key: record.peek(key) for key in keys}), kind)
         if columns and all(len(files) == 1 for files in columns.values()):
             found[kind] = tuple(columns)
     return found
@@ -95,6 +99,8 @@ def column_numbers(record: Fields) -> dict[str, tuple[int, ...]]:
 
 def _columns(record: Fields, kind: str) -> dict[int, list[Media]]:
     """Number -> the files of that column, by number; none for columns without any."""
+    if _COLUMN_NAMES.isdisjoint(record):
+        return {}
     keys = [key for key in record if key in NUMBERED_KEYS and NUMBERED_KEYS[key][0] == kind]
     keys.sort(key=lambda key: NUMBERED_KEYS[key])
     given = {NUMBERED_KEYS[key][1]: files_under(record, key, kind) for key in keys}

@@ -601,3 +601,14 @@ def test_control_strings_in_other_fields_stay_letters() -> None:
     rejected = ours(BYTE_LEVEL, INTERNVL, escaping).encode_batch([turns])[0]
     assert isinstance(rejected, TextRejected)
     assert rejected.reason == "control_token"
+
+
+def test_a_thought_that_is_left_out_is_named_though_another_one_contains_it() -> None:
+    thinks = "{% for m in messages %}{{ m.content if loop.last else m.content.split('>')[-1] }}"
+    turns = [
+        *(Turn("user", "q"), Turn("assistant", "<think>hm</think>a")),
+        *(Turn("user", "r"), Turn("assistant", "<think>hmm</think>b")),
+    ]
+    encoded = ours("demo", INTERNVL, thinks + "\n{% endfor %}").encode_batch([turns])[0]
+    assert isinstance(encoded, EncodedText), encoded
+    assert encoded.unused == ((1, "<think>"),)

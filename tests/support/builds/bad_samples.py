@@ -68,8 +68,8 @@ def used(what, *lines, happens="used", **rest):
     return Case(what, happens, "", lines, **rest)
 
 
-def rejected(what, reason, *lines, **rest):
-    return Case(what, "rejected", reason, lines, **rest)
+def rejected(what, reason, *lines, happens="rejected", **rest):
+    return Case(what, happens, reason, lines, **rest)
 
 
 def picture(what, name, data, reason="", **rest):
@@ -89,6 +89,12 @@ def raw(value, **changes):
 
 def turns(*pairs):
     return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+def asking(**sizes):
+    """A record whose image asks for a size of its own."""
+    parts = [{"type": "image", "image": "good.png", **sizes}, {"type": "text", "text": "a"}]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]}
 
 
 FIRST = used("byte order mark at the beginning of the file", b"\xef\xbb\xbf" + raw(record("first")))
@@ -383,6 +389,25 @@ RECORDS = [
     rejected("no field that is known", "no_conversation", {"id": "other", "body": "a"}),
     rejected("conversation of a system turn only", "no_answer", turns(("system", "Be kind."))),
     rejected("conversation without an answer", "no_answer", turns(("human", "a"))),
+    used(
+        "`max_pixels`, `resized_height`, `fps` in a part, as the model's rule makes it",
+        asking(max_pixels=1_003_520),
+        asking(resized_height=40, resized_width=60),
+        build="native",
+    ),
+    rejected(
+        "the same, where the model's rule makes it otherwise",
+        "asked_size",
+        *(asking(min_pixels=100_000), asking(resized_height=280, resized_width=280)),
+        *(asking(fps=2), asking(min_pixels=-1), asking(max_pixels="many")),
+        build="native",
+        happens="rejected; the line says where to give it for all",
+    ),
+    used(
+        "the same for a model whose rule knows no such sizes",
+        asking(max_pixels=1_003_520),
+        happens="used; the key is named as never read",
+    ),
     used(
         "key that nothing reads",
         record("unread") | {"options": ["A", "B"]},
