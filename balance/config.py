@@ -15,8 +15,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from balance.errors import ConfigError, os_reason
+from balance.interface.visible_text import shown
 from balance.plain_values import check_numbers, parse_toml, read_text
-from balance.visible_text import shown
 
 Config = TypeVar("Config")
 _hints_of: Callable[..., dict[str, Any]] = cache(get_type_hints)

@@ -1,6 +1,6 @@
 """The errors of Isobatch that a caller may want to catch.
 
-Their text is safe to show wherever it goes, a terminal or a log (`balance.visible_text`).
+Their text is safe to show wherever it goes, a terminal or a log (`balance.interface.visible_text`).
 
 IsobatchError
 ├── DataError          the raw data or one of our files cannot be used
@@ -9,7 +9,7 @@ IsobatchError
 └── ConfigError        a preset, a configuration or an option is wrong
 """
 
-from balance.visible_text import visible_line
+from balance.interface.visible_text import visible_line
 
 
 class IsobatchError(Exception):

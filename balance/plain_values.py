@@ -1,4 +1,4 @@
-"""TOML and JSON that users write or bring, as plain values that are safe to compute with.
+"""TOML and JSON that users write or bring, as plain values safe to compute with.
 
 The one place where such files are opened and parsed. A pipe or a device in place of a file would
 never end, so it is refused; so is what is no text, no TOML or JSON, nested too deep, or holds half
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from balance.errors import ConfigError, DataError, IsobatchError, first_line
-from balance.visible_text import shown
+from balance.interface.visible_text import shown
 
 MOST_INTEGER = 2**63 - 1
 """Largest integer of NumPy's and Arrow's int64."""

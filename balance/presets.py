@@ -14,12 +14,12 @@ import numpy as np
 
 from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
+from balance.interface.visible_text import shown
 from balance.media.audio_tokens import AudioRule
 from balance.media.rules import VISION_RULES, NativeSizeRule, VisionRule
 from balance.media.rules.base import ImagePlan, MarkupPart
 from balance.media.video_rules import VIDEO_RULES, VideoRule
 from balance.types import IntArray
-from balance.visible_text import shown
 
 MOST_SIZE = 2**40
 """Largest size of a layer; FLOPs of all layers then fit a float."""
@@ -100,6 +100,12 @@ class EncoderShape(TransformerShape):
     """Projectors of these widths: deepstack (Qwen3-VL) has one per level that the LLM gets."""
     pooled: int = 1
     """Tokens that are averaged to one before the projector (Gemma 3: 16)."""
+
+    def __post_init__(self) -> None:
+        TransformerShape.__post_init__(self)
+        if len(self.projector) < 2 or not all(0 < width <= MOST_SIZE for width in self.projector):
+            allowed = f"give two widths at least, each from 1 to {MOST_SIZE:,}"
+            raise ConfigError(f"projector is {shown(list(self.projector))}: {allowed}")
 
     @property
     def projector_weights(self) -> int:
@@ -356,6 +362,8 @@ def load_dataset(name: str) -> DatasetPreset:
 
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     """Model preset from plain values, as a TOML file or a manifest holds them; checks every key."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"model preset: is {shown(values)}; give a table of keys and values")
     values, where = dict(values), f"model preset {values.get('name', '?')}"
     for name, known in _RULES.items():
         if name == "vision" or values.get(name) is not None:

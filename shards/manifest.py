@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from balance.config import build_config
 from balance.errors import ConfigError, DamagedShard, DataError, IsobatchError, first_line
+from balance.interface.visible_text import shown
 from balance.plain_values import parse_json
 from balance.presets import ModelPreset, model_from_dict
 from balance.types import Limits
-from balance.visible_text import shown
 from shards.checksums import file_checksum, wrong_bytes
 from shards.folders import Folder, is_uri, join, open_folder
 from shards.stored_group import NO_EXTRAS, ExtraTypes
@@ -253,7 +253,7 @@ def _check_content(path: str, values: dict[str, Any]) -> None:
 def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
     tokenizer = _of_type(values, "tokenizer", dict)
     totals = _of_type(values, "totals", dict)
-    for name in totals:
+    for name in {"num_groups", "num_packed", *totals}:
         _of_type(totals, name, int)
     ids = [key for key in ("audio_token_id", "video_token_id") if tokenizer.get(key) is not None]
     for key in ("image_token_id", "vocab_size", *ids):

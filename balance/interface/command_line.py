@@ -22,7 +22,7 @@ from balance.config import Option, load_config, options_of
 from balance.errors import ConfigError, IsobatchError, first_line, os_reason
 from balance.interface.consoles import escape_what_does_not_fit, flush_results, messages
 from balance.interface.interrupts import StopSignals
-from balance.visible_text import visible_line
+from balance.interface.visible_text import visible_line
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 """Exit statuses; the last two, by the shells' convention, of what Ctrl-C and SIGTERM stopped."""

@@ -1,8 +1,8 @@
 """Where programs print: results and messages, with foreign text made safe.
 
 The one place through which text reaches a terminal: whatever a console renders has its control
-characters as escapes (`balance.visible_text`), the colours are rich's own. Markup is the caller's:
-foreign text inside of it goes through `rich.markup.escape`.
+characters as escapes (`visible_text`), the colours are rich's own. Markup is the caller's: foreign
+text inside of it goes through `rich.markup.escape`.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from balance.visible_text import visible, visible_line
+from balance.interface.visible_text import visible, visible_line
 
 PIPE_WIDTH = 10_000
 """Columns of results that go to a file or another program: lines are not wrapped there."""

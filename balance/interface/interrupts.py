@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any moment of a program: one line and the shells' exit status.
+"""Ctrl-C and SIGTERM at any moment of a program: one line and an exit status.
 
 While modules load, and after the work is done, a signal ends the process at once: an exception
 would come out of the middle of an import, or of Python's own end, as a traceback. In between it is

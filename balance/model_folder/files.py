@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from balance.config import config_root
 from balance.errors import ConfigError, first_line, os_reason
+from balance.interface.visible_text import shown
 from balance.model_folder.json_table import Json, JsonTable
 from balance.plain_values import parse_json, read_text
-from balance.visible_text import shown
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """OWNER/NAME; a tokenizer's may be a single word."""

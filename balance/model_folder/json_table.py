@@ -9,8 +9,8 @@ from math import isfinite
 from typing import Any
 
 from balance.errors import ConfigError
+from balance.interface.visible_text import shown
 from balance.plain_values import MOST_INTEGER
-from balance.visible_text import shown
 
 Json = dict[str, Any]
 

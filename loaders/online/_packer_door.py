@@ -19,10 +19,10 @@ from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits
 from balance.interface.consoles import messages
+from balance.interface.visible_text import visible
 from balance.model_folder.find_model import find_model, is_folder
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
-from balance.visible_text import visible
 from loaders.online.encoded import EncodedSample
 from loaders.online.records import BrokenRecord
 from packer.config import DEMO_MODEL, BuildConfig

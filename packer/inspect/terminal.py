@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from balance.visible_text import visible
+from balance.interface.visible_text import visible
 from packer.format_text import capitalised, counted, size_text
 from packer.inspect.token_text import Piece, PieceKind
 from packer.inspect.view import GroupView, ImageView, SampleView

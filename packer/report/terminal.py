@@ -14,7 +14,7 @@ from rich.table import Table
 
 from balance.baseline_samplers import BATCH_SIZE
 from balance.grouping.caps import GROUPS_LINE
-from balance.visible_text import visible
+from balance.interface.visible_text import visible
 from packer.build_dir import REPORT_NAME
 from packer.format_text import counted, seconds_text, share_text, size_text
 from packer.records.fields import never_read_line

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from balance.errors import ConfigError
+from balance.interface.visible_text import shown
 from balance.media.rules.base import (
     MOST_VALUE,
     CropsRule,
@@ -13,7 +14,6 @@ from balance.media.rules.base import (
     ResizeTo,
     Size,
 )
-from balance.visible_text import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

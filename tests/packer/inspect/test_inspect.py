@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from balance.errors import ConfigError, DamagedShard, DataError
-from balance.visible_text import visible
+from balance.interface.visible_text import visible
 from packer.build import Builder
 from packer.cli import app
 from packer.config import BuildConfig

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from balance.visible_text import visible
+from balance.interface.visible_text import visible
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.format_text import share_text, size_text

@@ -2,8 +2,8 @@
 
 Control characters steer a terminal (ESC), ring it (BEL), begin a line that looks like one of ours
 (a newline in a file's name) or turn the text after them around (Unicode's directional marks). All
-that shows text goes through here: errors when they become text, and the consoles of
-`balance.interface.command_line`. Escapes are printable, so doing it twice changes nothing. Pure.
+that shows text goes through here: errors when they become text, and `consoles`. Escapes are
+printable, so doing it twice changes nothing. Pure.
 """
 
 import re

@@ -6,6 +6,7 @@ For fuzz tests: what reads a damaged file either takes it, or says in one line w
 import copy
 import json
 import math
+import random
 
 INTEGERS = (-1, 0, 1, 2, 10**9, 2**31, 2**63 - 1, 2**63, 10**30, -(2**63))
 NUMBERS = (math.inf, -math.inf, math.nan, 1e308, -1e308, 5e-324, 0.5)
@@ -26,11 +27,17 @@ SHAPES = (True, False, [], {}, [[]], [0], [""], {"": 0}, {"x": {}}, [1, "a"])
 ONLY_JSON = (None, "\ud800", [None], {"content": None}, {"content": "\udfff"})
 
 
+class NoDamage(random.Random):
+    """Draws as usual, and leaves every file whole."""
+
+
 def damaged_values(values, rng, extra=()):
     """A copy of nested dicts and lists with one to three changes: another value, a key less, a key
     more, two values exchanged.
     """
     values = copy.deepcopy(values)
+    if isinstance(rng, NoDamage):
+        return values
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = list(_places(values))
         if not places:
@@ -41,21 +48,26 @@ def damaged_values(values, rng, extra=()):
                 del holder[key]
             case 1 if isinstance(holder, dict):
                 holder[rng.choice(("x", "size", "rule", "name", "extends"))] = holder[key]
-            case 2:
-                other, name = rng.choice(places)
-                if name in other if isinstance(other, dict) else name < len(other):
-                    holder[key] = copy.deepcopy(other[name])
-            case 3:
-                holder[key] = [holder[key]]
-            case _:
-                holder[key] = copy.deepcopy(
-                    rng.choice((*INTEGERS, *NUMBERS, *TEXTS, *SHAPES, *extra))
-                )
+            case number:
+                holder[key] = copy.deepcopy(_other_value(number, holder[key], places, rng, extra))
     return values
+
+
+def _other_value(number, value, places, rng, extra):
+    match number:
+        case 2:
+            other, name = rng.choice(places)
+            is_there = name in other if isinstance(other, dict) else name < len(other)
+            return other[name] if is_there else value
+        case 3:
+            return [value]
+    return rng.choice((*INTEGERS, *NUMBERS, *TEXTS, *SHAPES, *extra))
 
 
 def damaged_bytes(content, rng):
     """Bytes with a few changed, cut short, repeated or with foreign ones between."""
+    if isinstance(rng, NoDamage):
+        return content
     content = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 4))):
         place = rng.randrange(len(content) + 1)

@@ -4,6 +4,7 @@
 without arguments that reads and uses it; `own` are whole files to damage (`WholeFiles`).
 """
 
+import hashlib
 import json
 import shutil
 import tomllib
@@ -41,7 +42,13 @@ from packer.text.chat_tokenizer import ChatTokenizer, Turn
 from packer.verify import require_intact, verify_build
 from shards.manifest import hash_json
 from support import ROOT
-from support.damage import ONLY_JSON, damaged_bytes, damaged_json, damaged_toml, damaged_values
+from support.damaged.changes import (
+    ONLY_JSON,
+    damaged_bytes,
+    damaged_json,
+    damaged_toml,
+    damaged_values,
+)
 
 SIZES = ((1, 1), (640, 480), (3000, 20), (10_000, 10_000))
 """Width and height of images that a model is asked about."""
@@ -136,6 +143,9 @@ def dataset_preset(rng, folder, own):
     name = rng.choice(("llava665k", "lcs558k", "datamix1"))
     place = _write(folder / "mine.toml", damaged_toml(_preset("datasets", name), rng))
     if name == "datamix1":
+        for part in ("mmc4", "coyo", "flan"):
+            (folder / part).mkdir()
+            _write(folder / part / "a.jsonl", b'{"text": "x"}')
         return lambda: find_dataset(place, str(folder))
     return lambda: load_dataset(place)
 
@@ -223,12 +233,10 @@ def manifest(rng, folder, own):
     path = folder / "manifest.json"
     content = damaged_json(path.read_text("utf-8"), rng)
     path.unlink()
-    try:
+    with suppress(ValueError, TypeError, RecursionError):  # what has a hash to be damaged
         values = json.loads(content)
         values["content_hash"] = hash_json({k: v for k, v in values.items() if k != "content_hash"})
         content = json.dumps(values).encode()
-    except (ValueError, TypeError, RecursionError):
-        pass
     _write(path, content)
     return lambda: _use_build(str(folder))
 
@@ -248,7 +256,13 @@ def _link(source, target):
 
 
 def plan_file(rng, folder, own):
-    place = _write(folder / "plan.json", damaged_json(PLAN.read_text("utf-8"), rng))
+    content = damaged_json(PLAN.read_text("utf-8"), rng)
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        values = json.loads(content)
+        inputs = json.dumps(values["inputs"], sort_keys=True).encode()
+        values["inputs_hash"] = hashlib.sha256(inputs).hexdigest()
+        content = json.dumps(values).encode()
+    place = _write(folder / "plan.json", content)
     return lambda: read_plan(place)
 
 
