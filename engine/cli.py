@@ -19,7 +19,7 @@ from balance.interface.command_line import (
     run_app,
     with_options,
 )
-from balance.interface.consoles import SafeConsole, messages
+from balance.interface.consoles import SafeConsole, messages, print_line
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
 from engine.plan_config import BEST, PlanConfig, changed_request, plan_request
@@ -183,7 +183,7 @@ def _draw(plan: Plan, runs: tuple[SimulatedRun, ...], out: Path) -> None:
 
 def _print_written(out: Path | None, *names: str) -> None:
     if out is not None:
-        print(f"written: {', '.join(str(out / name) for name in names)}")
+        print_line(f"written: {', '.join(str(out / name) for name in names)}")
 
 
 def _console() -> Console:

@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from balance.errors import ConfigError
 from balance.grouping.caps import GroupOptions
@@ -19,7 +18,7 @@ from balance.interface.command_line import (
     run_app,
     with_options,
 )
-from balance.interface.consoles import messages, print_line, results
+from balance.interface.consoles import foreign, messages, print_line, results
 from balance.model_folder.find_model import find_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
@@ -240,7 +239,9 @@ def _builder(context: typer.Context) -> Builder:
     model = find_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
         cut = f"is cut to the context of {model.name}, {model.context_len:,}"
-        messages.print(escape(f"note: --max-seq-len {config.max_seq_len:,} {cut}"), highlight=False)
+        messages.print(
+            foreign(f"note: --max-seq-len {config.max_seq_len:,} {cut}"), highlight=False
+        )
     return Builder(config, StageProgress(messages))
 
 

@@ -2,7 +2,7 @@
 
 The one place through which text reaches a terminal: whatever a console renders has its control
 characters as escapes (`visible_text`), the colours are rich's own. Markup is the caller's: foreign
-text inside of it goes through `rich.markup.escape`.
+text inside of it goes through `foreign`, since rich drops some control characters.
 """
 
 import os
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.segment import Segment
 
 from balance.interface.visible_text import visible, visible_line
@@ -32,6 +33,11 @@ class SafeConsole(Console):
         for segment in super().render(renderable, options):
             is_plain = segment.control or segment.text.isprintable()
             yield segment if is_plain else Segment(visible(segment.text), segment.style)
+
+
+def foreign(text: str) -> str:
+    """Foreign text for a line of rich's markup: no markup, no line breaks, nothing hidden."""
+    return escape(visible(text).replace("\n", r"\n"))
 
 
 messages = SafeConsole(stderr=True)

@@ -11,6 +11,7 @@ import re
 SHOWN_CHARACTERS = 200
 """Most characters of a value that an error shows."""
 
+_MAY_BE_HIDDEN = re.compile(r"[^ -~\n\t]")
 _LIST_ITEM = "\n  - "
 """What an error that lists things begins each with: the only line breaks in one."""
 
@@ -21,9 +22,12 @@ def visible(text: str) -> str:
     >>> visible("a\x1b[2J\tb\n")
     'a\\x1b[2J\tb\n'
     """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return text if text.isprintable() else _MAY_BE_HIDDEN.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    character = found[0]
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def visible_line(text: str) -> str:
