@@ -74,6 +74,9 @@ class StopSignals:
         """Ignore what comes until `end`: a line is being printed."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         _set_handlers(_ignore)
+        # CPython ends by SIGINT, whatever the status, after a KeyboardInterrupt has come out of any
+        # exec of a text, as of dataclasses and numba, also a caught one; until the next such exec
+        exec("")
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
         self.came.append(number)

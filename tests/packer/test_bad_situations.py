@@ -318,7 +318,7 @@ def test_an_interrupt(tmp_path, moment):
         time.sleep(0.02)
     (tmp_path / "go").touch()
     _, stderr = child.communicate(timeout=60)
-    assert child.returncode in (130, -signal.SIGINT)
+    assert child.returncode == 130
     require_clear(stderr, "stopped")
     printed, _ = run([*command, "--workers", 1])  # the last one counts
     assert "50 samples read = 50 packed" in printed
