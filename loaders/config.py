@@ -142,6 +142,7 @@ class LoaderConfig:
     transparency: Transparency = "drop"
     """What is under transparent pixels: their own colour ("drop", as transformers' processors have
     an image that was opened and converted to RGB) or "white", as those have one that was opened.
+    One transparent colour of a file without alpha becomes white in both, as in both of theirs.
     """
     exact_resize: bool = False
     """Resize with Pillow, bit for bit as transformers; an eighth of the speed."""

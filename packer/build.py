@@ -37,9 +37,10 @@ from packer.count.staging import (
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
-from packer.records.fields import NeverRead
+from packer.records.fields import NeverRead, add_columns
 from packer.records.user_map import ALL_COLUMNS, load_map
 from packer.report.build_summary import BuildSummary, count_rejected, nothing_to_pack, require_few
+from packer.sources.columns import parse_columns
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.upload import Publisher
@@ -155,7 +156,12 @@ class Builder:
 
     def _find(self) -> Dataset:
         config = self.config
-        dataset = find_dataset(config.dataset, config.data_root, fetch=config.fetch_annotations)
+        dataset = find_dataset(
+            config.dataset,
+            config.data_root,
+            fetch=config.fetch_annotations,
+            columns=parse_columns(config.columns),
+        )
         roots = {part.data_root for part in dataset.parts}
         if config.format == "refs" and len(roots) > 1:
             has = f"the mixture has {len(roots)} data roots"
@@ -167,7 +173,11 @@ class Builder:
         keep = self.config.kept_columns
         if self.config.map is not None:
             keep = (*keep, ALL_COLUMNS)
-        parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+        seed = self.config.seed
+        parts = (
+            replace(part, located=replace(part.located, keep=keep).seeded(seed))
+            for part in dataset.parts
+        )
         return replace(dataset, parts=tuple(parts))
 
     def _demo(self) -> Dataset:
@@ -209,7 +219,6 @@ class Builder:
             )
             self._count_records(dataset, settings)
         extras = self._extras(dataset)
-        names = [part.name for part in dataset.parts]
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
@@ -221,7 +230,7 @@ class Builder:
             num_read=sum(records_per_part),
             num_repeated=int(np.maximum(copies - 1, 0).sum()),
             extras=extras,
-            never_read=staged_never_read(self.staging.samples, names, records_per_part),
+            never_read=self._never_read(dataset, records_per_part),
         )
         write_table(counts.table, self.out / COUNTS_NAME)
         self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
@@ -265,6 +274,16 @@ class Builder:
                 f"records have {', '.join(sorted(_columns(dataset)))}"
             )
         return types
+
+    def _never_read(self, dataset: Dataset, num_records: list[int]) -> dict[str, NeverRead]:
+        """What nothing reads, by part: keys of records, and columns that records come without."""
+        names = [part.name for part in dataset.parts]
+        found = staged_never_read(self.staging.samples, names, num_records)
+        for part in dataset.parts:
+            columns = found.pop(part.name, {})
+            add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
+            found |= {part.name: columns} if columns else {}
+        return found
 
     def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
         """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""

@@ -53,6 +53,7 @@ class BuildIdentity:
         parts = [
             {"name": part.name, "layout": part.located.layout}
             | {key: getattr(part, key) for key in SHARE_KEYS}
+            | part.located.identity()
             for part in dataset.parts
         ]
         keys = ("limit", "format", "shard_mb", "check_images")

@@ -61,7 +61,7 @@ app = new_app(
 
 
 @app.command()
-@with_options(BuildConfig, *COUNTING, *GROUPING, "format", "keep_columns", "memory_gib")
+@with_options(BuildConfig, *COUNTING, *GROUPING, "format", "columns", "keep_columns", "memory_gib")
 def build(
     context: typer.Context,
     config: ConfigOption = None,

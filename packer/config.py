@@ -150,6 +150,13 @@ class BuildConfig:
             " them as text. Default: reject."
         ),
     ] = "reject"
+    columns: Annotated[
+        tuple[str, ...],
+        Option(
+            "The dataset's own names of what is read, OURS=THEIRS:"
+            " messages=my_conv,images=pics,... May be repeated."
+        ),
+    ] = ()
     keep_columns: Annotated[
         tuple[str, ...],
         Option(

@@ -19,6 +19,7 @@ def pixels_of(images: JsonTable) -> dict[str, Any]:
     """Mean, std and filter of a rule; ConfigError for what the loader does not do."""
     images.require("do_resize", True)
     images.require("do_rescale", True)
+    images.require("do_convert_rgb", True)  # else one transparent colour would stay as it is
     images.require("resample", *_FILTERS)
     if abs(images.number("rescale_factor") * 255 - 1) > 1e-6:
         raise images.wrong("rescale_factor", "only 1/255 is supported")

@@ -13,7 +13,10 @@ from balance.media.image_tokens import ImagePlan
 from balance.media.rules import ProcessorRule
 from loaders.batch._vision import VisionFields
 from loaders.config import LoaderConfig
+from loaders.decode.image import decode
 from loaders.decode.resize import Pixels
+
+JPEG_START = b"\xff\xd8"
 
 
 class ProcessedFields(VisionFields):
@@ -57,6 +60,17 @@ class ProcessedFields(VisionFields):
             for name, value in made.items()
         }
         return no_pixels, ()
+
+    def _decoded(
+        self, content: bytes | memoryview, size: tuple[int, int], target: Pixels | None
+    ) -> Image.Image | Pixels:
+        """With its one transparent colour, if it has one: not every processor puts that on white.
+
+        A JPEG has none, and goes the short way; so does what a transform takes, which is pixels.
+        """
+        if target is not None or bytes(content[:2]) == JPEG_START:
+            return super()._decoded(content, size, target)
+        return decode(content, counted=size, on_white=self._on_white, keep_colour=True)
 
     def _plan_all(self) -> list[ImagePlan]:
         """None: of some processors they take as long as an image."""

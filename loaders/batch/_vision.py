@@ -173,6 +173,14 @@ class VisionFields:
             # each with the same random numbers: what a transform turns, it turns in all frames
             yield frame if self._transform is None else self._transform(number, frame.copy())
 
+    def _decoded(
+        self, content: bytes | memoryview, size: tuple[int, int], target: Pixels | None
+    ) -> Image.Image | Pixels:
+        if self._uses_pillow:
+            reduced = self._rule if self._config.reduced_decode else None
+            return decode(content, counted=size, rule=reduced, on_white=self._on_white)
+        return decode_pixels(content, counted=size, target=target, on_white=self._on_white)
+
     def _image(self, number: int, target: Pixels | None = None) -> Image.Image | Pixels:
         """The image: `target` if it could be decoded there, else valid until the next one.
 
@@ -183,14 +191,7 @@ class VisionFields:
         if self._transform is not None:
             target = np.empty((size[1], size[0], 3), np.uint8)  # the transform may keep it
         try:
-            content = self._content(number)
-            if self._uses_pillow:
-                reduced = self._rule if self._config.reduced_decode else None
-                image: Image.Image | Pixels = decode(
-                    content, counted=size, rule=reduced, on_white=self._on_white
-                )
-            else:
-                image = decode_pixels(content, counted=size, target=target, on_white=self._on_white)
+            image = self._decoded(self._content(number), size, target)
         except DataError as error:
             self._broken.add(error, int(self._raw.image_samples[number]))
             black = np.zeros((size[1], size[0], 3), np.uint8) if target is None else target

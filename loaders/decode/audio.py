@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balance.errors import DataError, first_line
+from balance.errors import DataError
 from balance.media.audio_tokens import AudioRule
+from balance.media.decoder_faults import fault_of
 from balance.media.wav import FLOAT, PCM, WavError, WavHeader, is_wav, wav_header
 
 Channels = NDArray[np.float32]
@@ -96,8 +97,8 @@ def _read_other(content: memoryview) -> tuple[Channels, int]:
     try:
         with soundfile.SoundFile(BytesIO(content)) as file:
             channels: Channels = file.read(dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, RuntimeError, ValueError) as error:
-        raise _broken(content, first_line(error)) from None
+    except Exception as error:  # of any type: decoders raise what they like
+        raise _broken(content, fault_of(error).detail) from None
     if file.frames != len(channels):
         raise _broken(content, f"{len(channels)} of its {file.frames} samples are there")
     return channels, file.samplerate

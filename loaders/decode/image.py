@@ -4,14 +4,14 @@ For the loader. Pillow decodes everything but plain JPEGs: simplejpeg, if instal
 pixels in half the time, with one call of the same libjpeg-turbo for the file, without the GIL.
 """
 
-import struct
 import threading
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from balance.errors import DataError
+from balance.media.decoder_faults import fault_of, quiet_decoders
 from balance.media.image_tokens import plan_image
 from balance.media.jpeg import plain_jpeg_size
 from balance.media.orientation import ORIENTATION_TAG, upright_size
@@ -23,12 +23,6 @@ try:
     import simplejpeg
 except ImportError:  # not for this machine's processor, perhaps
     simplejpeg = None
-
-# what Pillow raises on 28,000 mutated images of 16 formats; the second line rarely
-_DECODE_ERRORS = (
-    *(OSError, ValueError, RuntimeError, SyntaxError, Image.DecompressionBombError),
-    *(EOFError, LookupError, OverflowError, struct.error),
-)
 
 _REDUCED_SIDES = 2
 """Smallest sides of a JPEG decoded at a reduced scale, as a multiple of its resized sides."""
@@ -47,6 +41,7 @@ def decode_pixels(
     counted: tuple[int, int] | None = None,
     target: Pixels | None = None,
     on_white: bool = False,
+    keep_colour: bool = False,
 ) -> Pixels:
     """The pixels of `decode`, valid until this thread decodes again. Errors as `decode`.
 
@@ -58,10 +53,11 @@ def decode_pixels(
             if size is not None and counted in {None, size}:
                 pixels = _scratch_pixels(size[1], size[0]) if target is None else target
                 return _decode_jpeg(image_bytes, pixels)
-        except _DECODE_ERRORS:
-            pass  # Pillow names the error, or can decode it
+        except Exception:  # of any type; Pillow names the error, or can decode it
+            pass
     # a copy: Pillow has 4 bytes per pixel
-    pixels = np.array(decode(image_bytes, counted=counted, on_white=on_white))
+    image = decode(image_bytes, counted=counted, on_white=on_white, keep_colour=keep_colour)
+    pixels = np.array(image)
     if target is None:
         return pixels
     target[:] = pixels
@@ -97,20 +93,24 @@ def decode(
     counted: tuple[int, int] | None = None,
     rule: VisionRule | None = None,
     on_white: bool = False,
+    keep_colour: bool = False,
 ) -> Image.Image:
     """The upright RGB image, as `load_image` gives it; DataError if it cannot be decoded.
 
-    Upright: turned as its EXIF orientation says. Transparency is dropped, not blended; `on_white`:
-    the image lies on white, as `convert_to_rgb` of transformers' processors puts it where they are
-    given an opened file. 16-bit grey becomes the upper eight bits, as 16-bit colour does, where
-    `load_image` makes everything above 255 white. `counted` is the upright (width, height) that the
-    image must have, else DataError.
+    Upright: turned as its EXIF orientation says. An alpha channel is dropped, not blended;
+    `on_white`: the image lies on white, as `convert_to_rgb` of transformers' processors puts it
+    where they are given an opened file. One transparent colour lies on white always: `load_image`
+    keeps it in `info`, where `convert_to_rgb` looks; `keep_colour` leaves that to a processor. So
+    do frames of a video, whose processors have no such step. 16-bit grey becomes the upper eight
+    bits, as 16-bit colour does, where `load_image` makes everything above 255 white. `counted` is
+    the upright (width, height) that the image must have, else DataError.
 
     With `rule` a JPEG is decoded at 1/2 (.7 of the time), 1/4 or 1/8 of its size, where its sides
     divide by that and stay twice those that the rule resizes it to. Patches of photographs then
     differ by 0.4 levels of 255 in the mean and 3 at most, those of coloured writing by 4 and 50.
     """
     try:
+        quiet_decoders()
         image: Image.Image = Image.open(BytesIO(image_bytes))
         stored = image.size  # first: looking for its EXIF may decode a file
         size = upright_size(stored, image.format, image.getexif().get(ORIENTATION_TAG))
@@ -122,27 +122,44 @@ def decode(
             image.draft(None, (image.width // scale, image.height // scale))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = _to_rgb(image, on_white=on_white)
-    except _DECODE_ERRORS as error:
-        # Pillow's own words name the address of a buffer
-        is_unknown = isinstance(error, UnidentifiedImageError)
-        reason = "not an image that Pillow knows" if is_unknown else error
-        raise DataError(
-            f"image of {len(image_bytes):,} bytes cannot be decoded: {reason}"
-        ) from error
+            image = _upper_bits(image)
+        image = to_rgb(image, on_white=on_white, keep_colour=keep_colour)
+    except DataError:
+        raise
+    except Exception as error:  # of any type: decoders raise what they like
+        what = f"image of {len(image_bytes):,} bytes cannot be decoded"
+        raise DataError(f"{what}: {fault_of(error).detail}") from error
     return image
 
 
-def _to_rgb(image: Image.Image, *, on_white: bool) -> Image.Image:
-    if on_white and image.has_transparency_data:
+def _upper_bits(image: Image.Image) -> Image.Image:
+    """16-bit grey as 8 bits; what has the transparent value becomes white."""
+    values, colour = np.asarray(image), image.info.get("transparency")
+    upper = (values >> 8).astype(np.uint8)
+    if isinstance(colour, int):
+        upper[values == colour] = 255
+    return Image.fromarray(upper)
+
+
+def to_rgb(image: Image.Image, *, on_white: bool, keep_colour: bool = False) -> Image.Image:
+    """The image in RGB, with transparency as `decode` has it.
+
+    The same calls of Pillow as `load_image` and `convert_to_rgb` make, one after the other, for
+    every mode has its own way there: of a palette with several transparent colours none is kept.
+    """
+    if not on_white:
+        if isinstance(image.info.get("transparency"), bytes) and image.mode == "P":
+            del image.info["transparency"]  # Pillow would, with a warning
+        if image.mode == "RGB":
+            image.load()  # convert would do it, and copy
+        else:
+            image = image.convert("RGB")
+    if keep_colour and not on_white:
+        return image
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
         above = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")
-    if image.mode != "RGB":
-        image.info.pop("transparency", None)  # not asked for, and Pillow warns of a palette's
-        return image.convert("RGB")
-    image.load()  # convert would do it, and copy
-    return image
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _reduction(rule: VisionRule, width: int, height: int) -> int:

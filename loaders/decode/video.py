@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError, DataError, first_line
+from balance.errors import ConfigError, DataError
+from balance.media.decoder_faults import fault_of
 from balance.media.frame_archive import is_frame_archive, unpack_frames
 from balance.media.video_tokens import VideoFacts
 from loaders.decode.image import decode_pixels
@@ -40,7 +41,9 @@ def decode_frames(
         images = unpack_frames(content)
         if len(images) != facts.num_frames:
             raise _changed(f"{len(images)} images", f"{facts.num_frames}")
-        return (decode_pixels(images[index], counted=facts[:2]) for index in indices)
+        return (
+            decode_pixels(images[index], counted=facts[:2], keep_colour=True) for index in indices
+        )
     return _decode_file(content, facts, indices)
 
 
@@ -60,9 +63,10 @@ def _decode_file(
                     place += 1
                 if place == len(indices):
                     return
-    except (av.FFmpegError, ValueError, LookupError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise DataError(f"{size} cannot be decoded: {reason}") from error
+    except DataError:
+        raise
+    except Exception as error:  # of any type: decoders raise what they like
+        raise DataError(f"{size} cannot be decoded: {fault_of(error).detail}") from error
     raise DataError(f"{size} cannot be decoded: frame {indices[place]} is not there")
 
 

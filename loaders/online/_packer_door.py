@@ -31,7 +31,7 @@ from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.count.staging import never_read_in
 from packer.demo.dataset import demo_tokenizer_path
 from packer.progress import StageProgress
-from packer.records.fields import NeverRead, add_never_read, never_read_line
+from packer.records.fields import NeverRead, add_columns, add_never_read, never_read_line
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import BY_CHOICE, RawRecord
 from packer.records.user_map import ALL_COLUMNS
@@ -257,6 +257,13 @@ class RecordCounter:
             blobs=blobs,
             never_read=self._never_read(table, parts),
         )
+
+    def unread_columns(self) -> dict[str, NeverRead]:
+        """Part of the dataset -> columns that its records come without."""
+        found: dict[str, NeverRead] = {}
+        for part in self._places.dataset.parts if self._places is not None else ():
+            add_columns(found.setdefault(part.name, {}), part.open().unread_columns(), ())
+        return {name: columns for name, columns in found.items() if columns}
 
     def _never_read(self, table: pa.RecordBatch, parts: IntArray) -> dict[str, NeverRead]:
         if table.column("unread").null_count == len(table):  # nearly always, and quicker to see

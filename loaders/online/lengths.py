@@ -104,7 +104,7 @@ class SampleLengths:
         self.rejected: dict[int, RejectedSample] = {}
         """Samples that cannot be used, by index; those that any rank has found."""
         self._unsent: list[RejectedSample] = []
-        self.never_read: dict[str, NeverRead] = {}
+        self.never_read: dict[str, NeverRead] = counter.unread_columns()
         """Source -> keys of the measured records that nothing reads, on all ranks."""
         self._new_never_read: dict[str, NeverRead] = {}
         self._has_told = not options.tells

@@ -17,6 +17,7 @@ from PIL import Image
 
 from balance.errors import ConfigError, first_line
 from balance.types import IntArray
+from loaders.decode.image import to_rgb
 
 if TYPE_CHECKING:
     from loaders.online._packer_door import RecordCounter
@@ -171,21 +172,45 @@ class _Undecoded:
 
 _IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Modes of pictures that PNG has."""
+_GREY_IN_PNG = ("1", "L", "I;16")
+"""Those of which PNG has a number as the transparent colour."""
 
 
 def with_files(value: Any) -> Any:
-    """A record with PIL images as PNG files, which keep every pixel."""
+    """A record with PIL images as PNG files, which keep every pixel and what is transparent."""
     if isinstance(value, Image.Image):
-        file = BytesIO()
-        if value.mode not in _IN_PNG:
-            value = value.convert("RGBA" if value.mode in ("PA", "La", "RGBa") else "RGB")
-        value.save(file, "PNG", compress_level=1)
-        return {"bytes": file.getvalue(), "path": None}
+        return {"bytes": _png(value), "path": None}
     if isinstance(value, Mapping):
         return {key: with_files(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [with_files(each) for each in value]
     return value
+
+
+def _png(image: Image.Image) -> bytes:
+    """A picture as a PNG file that decodes to what the picture itself would be converted to."""
+    image.load()  # what a file says of its transparency may come last
+    colour = image.info.get("transparency")
+    if image.mode == "P" and isinstance(colour, bytes):
+        image = image.convert("RGBA")  # of several, PNG would read one again as the only one
+    elif colour is not None and not _has_room(image, colour):
+        image = to_rgb(image.copy(), on_white=False)
+    elif image.mode == "P" and colour is None and image.im.getpalettemode() != "RGB":
+        image = image.convert("RGB")  # PNG would have the palette's alpha as transparent colours
+    elif image.mode not in _IN_PNG:
+        image = image.convert("RGBA" if image.mode in ("PA", "La", "RGBa") else "RGB")
+    file = BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _has_room(image: Image.Image, colour: object) -> bool:
+    """Whether PNG keeps a picture's one transparent colour as Pillow has it."""
+    if image.mode == "RGB":
+        return isinstance(colour, tuple) and len(colour) == 3
+    if image.mode == "P":
+        return isinstance(colour, int) and colour < len(image.getpalette() or ()) // 3
+    return image.mode in _GREY_IN_PNG and isinstance(colour, int)
 
 
 def _digest(value: object) -> str:

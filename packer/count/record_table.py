@@ -26,6 +26,7 @@ from packer.demo.dataset import DEMO_SAMPLES, write_demo
 from packer.progress import StageProgress
 from packer.records.record import RawRecord
 from packer.records.schemas import id_of
+from packer.sources.columns import parse_columns
 from packer.sources.dataset import DEMO, Dataset, Part, find_dataset
 from shards.folders import cache_folder, is_uri, naming_full_disk
 
@@ -80,14 +81,24 @@ class RecordTable:
 
 
 def read_records(
-    place: str, data_root: str | None, keep: tuple[str, ...], seed: int, progress: StageProgress
+    place: str,
+    data_root: str | None,
+    keep: tuple[str, ...],
+    seed: int,
+    progress: StageProgress,
+    columns: tuple[str, ...] = (),
 ) -> RecordTable:
     """The records of what `packer build --dataset` takes, with the columns `keep`.
 
     Errors as of `find_dataset`.
     """
-    dataset = _demo(data_root) if place == DEMO else find_dataset(place, data_root)
-    parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+    names = parse_columns(columns)
+    is_demo = place == DEMO
+    dataset = _demo(data_root) if is_demo else find_dataset(place, data_root, columns=names)
+    parts = (
+        replace(part, located=replace(part.located, keep=keep).seeded(seed))
+        for part in dataset.parts
+    )
     return RecordTable(replace(dataset, parts=tuple(parts)), seed, progress)
 
 
@@ -148,6 +159,7 @@ def _identity(dataset: Dataset) -> str:
         places = [place if is_uri(place) else str(Path(place).resolve()) for place in given]
         files = [[info.name, info.size, info.version] for info in part.open().files()]
         how = [part.name, part.limit, located.layout, located.options, located.keep]
+        how += [] if located.columns is None else [located.columns]
         parts.append([places, how, files])
     values = json.dumps([version("isobatch"), parts], default=repr)
     return hashlib.sha256(values.encode()).hexdigest()[:24]

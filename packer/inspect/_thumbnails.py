@@ -8,11 +8,11 @@ import io
 import warnings
 from dataclasses import dataclass
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from balance.errors import DataError, first_line
+from balance.media.decoder_faults import fault_of, quiet_decoders
 from balance.media.frame_archive import is_frame_archive, unpack_frames
-from packer.media.image_header import PILLOW_ERRORS
 from packer.media.video_header import first_frame
 from packer.records.media import SampleProblem
 
@@ -45,13 +45,12 @@ def make_thumbnail(data: bytes, *, is_video: bool = False) -> Thumbnail | str:
             return _decode(data)
     except (SampleProblem, DataError) as error:
         return first_line(error)
-    except UnidentifiedImageError:
-        return "not an image that Pillow knows" if data else "the file is empty"
-    except (Image.DecompressionBombError, *PILLOW_ERRORS) as error:
-        return first_line(error)
+    except Exception as error:  # of any type: decoders raise what they like
+        return fault_of(error).detail if data else "the file is empty"
 
 
 def _decode(data: bytes) -> Thumbnail:
+    quiet_decoders()
     with Image.open(io.BytesIO(data)) as image:
         return _shrunk(ImageOps.exif_transpose(image))
 

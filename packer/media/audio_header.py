@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from balance.errors import first_line
 from balance.media.wav import FLOAT, PCM, WavError, is_wav, wav_header
+from packer.media.file_problem import file_problem
 from packer.records.media import SampleProblem
 
 UNKNOWN_LENGTH = (1 << 63) - 1
@@ -37,10 +38,8 @@ def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
             raise SampleProblem("corrupt_audio", f"the header says {what}")
         if header.num_samples < 1:
             raise SampleProblem("empty_audio", "no samples")
-    except SampleProblem as problem:
-        raise SampleProblem(problem.reason, f"{name}: {problem.detail}") from None
-    except OSError as error:
-        raise SampleProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
+    except Exception as error:  # of any type: decoders raise what they like
+        raise file_problem(error, "audio", name) from None
     return header
 
 

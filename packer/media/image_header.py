@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from balance.errors import first_line
 from balance.interface.visible_text import visible
+from balance.media.decoder_faults import quiet_decoders
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
 from balance.media.orientation import ORIENTATION_TAG, upright_size
-from packer.records.media import SampleProblem
+from packer.media.file_problem import file_problem
 
 # A size between Pillow's warning and its limit is decoded like any other. Set once, for threads
 # read too.
@@ -57,8 +57,6 @@ XMP_KEYWORD = b"XML:com.adobe.xmp"
 TAIL_BYTES = 64
 MOST_PIXELS = 1 << 26
 """Larger ones are left to Pillow, which knows what is safe to decode."""
-PILLOW_ERRORS = (OSError, ValueError, SyntaxError, LookupError, OverflowError, EOFError)
-"""What Pillow's parsers raise for damaged files, SyntaxError for a bad PNG chunk among them."""
 DRAWN_BY_A_PROGRAM = frozenset({"EPS"})
 """Formats that Pillow gives to another program (Ghostscript), which a machine may not have."""
 
@@ -80,21 +78,16 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
     """
     try:
         return _read(file, decode=decode)
-    except Image.DecompressionBombError as error:
-        raise SampleProblem("too_many_pixels", f"{name}: {error}") from None
-    except PILLOW_ERRORS as error:
-        # the file system's error, not Pillow's
-        if isinstance(error, OSError) and error.errno is not None:
-            raise SampleProblem("unreadable_image", f"{name}: {error.strerror}") from None
-        raise SampleProblem("corrupt_image", f"{name}: {first_line(error)}") from None
+    except Exception as error:  # of any type: decoders raise what they like
+        raise file_problem(error, "image", name) from None
 
 
 def check_png(name: str, data: bytes) -> None:
     """Raise SampleProblem for a PNG that its own checksums call damaged; costs a CRC."""
     try:
         Image.open(io.BytesIO(data)).verify()
-    except (OSError, SyntaxError, ValueError) as error:
-        raise SampleProblem("corrupt_image", f"{name}: {first_line(error)}") from None
+    except Exception as error:  # of any type: decoders raise what they like
+        raise file_problem(error, "image", name) from None
 
 
 def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
@@ -107,11 +100,8 @@ def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
     if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
         return ImageHeader(*size, num_bytes)
     file.seek(0)
-    try:
-        image = Image.open(file)
-    except UnidentifiedImageError:
-        raise ValueError("not an image that Pillow knows") from None
-    with image:
+    quiet_decoders()
+    with Image.open(file) as image:
         if image.format in DRAWN_BY_A_PROGRAM:
             raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
         size = image.size

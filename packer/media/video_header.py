@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from PIL import Image
 
-from balance.errors import first_line
+from packer.media.file_problem import file_problem
 from packer.records.media import SampleProblem
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg"
@@ -60,11 +60,8 @@ def read_video_header(file: IO[bytes], name: str, *, decode: bool = False) -> Vi
             raise SampleProblem("corrupt_video", f"cut short, {there}")
         with _opened(file) as (container, stream):
             return _read(container, stream, num_bytes, decode=decode)
-    except SampleProblem as problem:
-        raise SampleProblem(problem.reason, f"{name}: {problem.detail}") from None
-    except OSError as error:
-        why = f"{name}: {error.strerror or first_line(error)}"
-        raise SampleProblem("unreadable_video", why) from None
+    except Exception as error:  # of any type: decoders raise what they like
+        raise file_problem(error, "video", name) from None
 
 
 def first_frame(file: IO[bytes]) -> Image.Image:

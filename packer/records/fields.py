@@ -5,8 +5,9 @@ without any list of keys that a new schema could forget.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from math import inf
 from typing import Any
 
 NO_MEANING = frozenset(
@@ -126,8 +127,11 @@ MOST_PATHS = 200
 """Paths to tell apart, of a source: records whose keys are data would have millions."""
 OTHERS = "(other keys)"
 
-NeverRead = dict[str, tuple[int, str]]
-"""Path -> records that have it, and its first value, in the order of appearance."""
+NeverRead = dict[str, tuple[int | None, str]]
+"""Path -> records that have it, and its first value, in the order of appearance.
+
+None for a column of a table that was not opened, so that nobody knows how many rows have a value.
+"""
 
 
 def unread_texts(unread: Sequence[Unread]) -> tuple[str, str] | None:
@@ -160,7 +164,14 @@ def add_never_read(found: NeverRead, more: NeverRead) -> None:
     for path, (number, example) in more.items():
         name = path if path in found or len(found) < MOST_PATHS else OTHERS
         before, first = found.get(name, (0, ""))
-        found[name] = before + number, first or example
+        total = None if before is None or number is None else before + number
+        found[name] = total, first or example
+
+
+def add_columns(found: NeverRead, columns: Mapping[str, str], kept: Collection[str]) -> None:
+    """Add columns that were not opened, each with a value; not those that are `kept`."""
+    names = [name for name in columns if name not in NO_MEANING and name not in kept]
+    add_never_read(found, {name: (None, columns[name]) for name in names})
 
 
 def never_read_line(by_source: Mapping[str, NeverRead], most: int | None = 4) -> str:
@@ -172,12 +183,14 @@ def never_read_line(by_source: Mapping[str, NeverRead], most: int | None = 4) ->
     joined: NeverRead = {}
     for paths in by_source.values():
         add_never_read(joined, paths)
-    listed = sorted(joined.items(), key=lambda each: -each[1][0])
+    listed = sorted(joined.items(), key=lambda each: -inf if each[1][0] is None else -each[1][0])
     texts = [f"{path} ({_records(number)}, e.g. {first})" for path, (number, first) in listed]
     if most is not None and len(texts) > most + 1:
         texts[most:] = [f"and {len(texts) - most} more"]
     return f"never read: {', '.join(texts)}" if texts else ""
 
 
-def _records(number: int) -> str:
+def _records(number: int | None) -> str:
+    if number is None:
+        return "a column"
     return "1 record" if number == 1 else f"{number:,} records"

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from os.path import abspath, join, normpath
 from pathlib import PurePosixPath
 from typing import IO, Any, Protocol
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 from balance.media.frame_archive import pack_frames
+from packer.media.content_kind import kind_of_content
 from packer.records.fields import Fields
 from shards.folders import Folder
 from shards.local_folder import OutsideFolder
@@ -38,6 +39,8 @@ ASKED_KEYS = (
 BLOB_SCHEME = "blob:"
 """Prefix of containers in the staging folder. That of a counted list of images is FRAMES, and its
 name the JSON of the images' own places."""
+LEAST_BASE64 = 120
+"""Characters of a path that is looked at for being a file's content in base64."""
 FRAME_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 _FRAME_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM")
 _NUMBER = re.compile(r"([0-9]+)")
@@ -272,14 +275,32 @@ def media_of(given: Any, kind: str) -> Media:
         shown = f"{given!r:.80}" if is_short else f"a {type(given).__name__}"
         bad = f"`{kind}` is {shown}; give a path, a file's content, or a list of them"
         raise SampleProblem(f"bad_{kind}_field", bad)
+    return _from_text(given, kind)
+
+
+def _from_text(given: str, kind: str) -> Media:
+    """A file by its path or URL, or by its content as text."""
     if given.startswith("data:"):
         return _from_data_url(given, kind)
+    if given.startswith("file://"):
+        given = unquote(given.removeprefix("file://").removeprefix("localhost"))
+    elif len(given) > LEAST_BASE64 and _is_base64(given):
+        return media_of_base64(given, kind)
     try:
         given.encode()
     except UnicodeEncodeError:
         bad = f"the path {given[:80]!r} is not valid Unicode"
         raise SampleProblem(f"bad_{kind}_field", bad) from None
     return Media(given)
+
+
+def _is_base64(text: str) -> bool:
+    """Whether a text is the content of a media file, and not the path of one."""
+    try:
+        head = base64.b64decode("".join(text[:LEAST_BASE64].split())[:88], validate=True)
+    except ValueError:
+        return False
+    return kind_of_content(head) is not None
 
 
 def _from_struct(data: Any, path: Any, kind: str) -> Media:
@@ -301,13 +322,17 @@ def media_of_base64(text: Any, kind: str) -> Media:
 
 def media_of_part(part: Fields, keys: tuple[str, ...], kind: str) -> Media | None:
     """The file of a message part under one of `keys`; None if it only marks its place."""
-    every = (*keys, "url", "path")
+    every = (*keys, "url", "path", "base64", "source")
     key = next((key for key in every if part.peek(key) is not None), None)
     given = None if key is None else _inside(part, part[key], key)
+    if key == "base64" and isinstance(given, str) and not given.startswith("data:"):
+        return media_of_base64(given, kind)
     if isinstance(given, Fields):
         if given.peek("url") is not None:
             given = given["url"]
         elif given.peek("data") is not None:
+            for about in ("type", "media_type"):  # Anthropic's, which the content tells too
+                given.get(about)
             return media_of_base64(given["data"], kind)
     if given is None:
         return None

@@ -6,9 +6,9 @@ records in the chunk; others a file name and a range. The helpers below are what
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 import pyarrow as pa
 
 from balance.errors import ConfigError, DataError, first_line
+from packer.records.fields import NO_MEANING, example_of, is_empty
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
 from packer.records.user_map import ALL_COLUMNS
@@ -39,6 +40,23 @@ class Located:
     options: tuple[tuple[str, Any], ...] = ()
     keep: tuple[str, ...] = ()
     """Columns to read in addition to those of the known schemas."""
+    columns: Any = None
+    """`Columns`, where the dataset has names of its own."""
+    name: str = ""
+    """Name of the dataset, where its description gives one."""
+
+    def identity(self) -> dict[str, str]:
+        """What decides the records of the same files; empty for most."""
+        decides = ("fields", "sampling")
+        given = {key: repr(value) for key, value in self.options if key in decides}
+        return given | ({} if self.columns is None else {"columns": repr(self.columns)})
+
+    def seeded(self, seed: int) -> "Located":
+        """The same files, of which records that are drawn are drawn by this seed."""
+        options = (
+            (key, value.seeded(seed) if key == "sampling" else value) for key, value in self.options
+        )
+        return replace(self, options=tuple(options))
 
 
 class Chunk(Protocol):
@@ -75,6 +93,13 @@ class Source(ABC):
         chunks = self.chunks(FIRST_RECORDS, lambda _: None)
         records = islice((each for chunk in chunks for each in chunk.records()), FIRST_RECORDS)
         return {key for each in records if isinstance(each.value, Mapping) for key in each.value}
+
+    def unread_columns(self) -> dict[str, str]:
+        """Columns that records come without, because nothing reads them, each with one value.
+
+        A look at the first rows; a column without a value there is not named.
+        """
+        return {}
 
     @abstractmethod
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
@@ -128,21 +153,32 @@ def _named(folder: Folder, name: str) -> Iterator[None]:
         raise DataError(f"{join(folder.uri, name)}: damaged or cut short: {reason}") from None
 
 
-def known_columns(
-    columns: Iterable[str], where: str, keep: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The columns that records are read from, and those to `keep`; all for ALL_COLUMNS.
+def known_columns(columns: Iterable[str], where: str, located: Located) -> tuple[str, ...]:
+    """The columns that records are read from, and those to keep; all for ALL_COLUMNS.
 
     DataError if none of them has content.
     """
     names = list(columns)
-    if ALL_COLUMNS in keep:
+    if ALL_COLUMNS in located.keep:
         return tuple(names)
-    if not CONTENT_KEYS.intersection(names):
+    given = located.columns
+    known_names = names if given is None else [given.ours(name) for name in names]
+    if not CONTENT_KEYS.intersection(known_names):
         known = ", ".join(sorted(CONTENT_KEYS))
         has = ", ".join(names)[:200]
         raise DataError(f"{where}: has the columns {has}; expected one of {known}")
-    return tuple(name for name in names if name in RECORD_KEYS or name in keep)
+    wanted = RECORD_KEYS.union(located.keep, () if given is None else given.theirs)
+    return tuple(name for name in names if name in wanted)
+
+
+def examples(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The first value of each column that has one and a meaning, as a short text."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for column, value in row.items():
+            if column not in found and column not in NO_MEANING and not is_empty(value):
+                found[column] = example_of(value)
+    return found
 
 
 def prefix_under(folder: str, data_root: str, what: str) -> str:

@@ -18,9 +18,19 @@ from balance.interface.consoles import foreign
 from balance.model_folder.files import quiet_hub
 from balance.presets import DatasetPreset, load_dataset
 from packer.sources.base import Located, Source, incomplete
+from packer.sources.columns import Columns, named_columns, require_columns
 from packer.sources.detect import locate, open_located
 from packer.sources.hub import parse_hub_id
-from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
+from packer.sources.mixture import (
+    is_meta,
+    is_mixture,
+    is_onevision,
+    read_meta,
+    read_mixture,
+    read_onevision,
+    require_parts,
+)
+from packer.sources.sampling import Sampling, parse_sampling
 from shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"
@@ -58,17 +68,36 @@ class Dataset:
     """Samples of a mixture with weights; None: as many as possible without repeating any."""
 
 
-def find_dataset(dataset: str, data_root: str | None, *, fetch: bool = False) -> Dataset:
+def find_dataset(
+    dataset: str, data_root: str | None, *, fetch: bool = False, columns: Columns | None = None
+) -> Dataset:
     """The dataset that `--dataset` and `--data-root` mean.
 
-    A preset's name, a mixture (TOML, InternVL's meta JSON), or anything that `locate` knows. With
-    `fetch`, a preset's annotation file is downloaded from the Hugging Face Hub if it is missing.
+    A preset's name, a mixture (TOML, InternVL's meta JSON, LLaVA-NeXT's YAML), or anything that
+    `locate` knows. With `fetch`, a preset's annotation file is downloaded from the Hugging Face Hub
+    if it is missing. `columns` are those of parts that have none of their own; ConfigError if one
+    is not in the first records.
     """
+    found = _find(dataset, data_root, fetch=fetch)
+    parts = tuple(_with_columns(part, columns) for part in found.parts)
+    return replace(found, parts=parts)
+
+
+def _with_columns(part: Part, columns: Columns | None) -> Part:
+    located = part.located
+    if (own := located.columns or columns) is None:
+        return part
+    plain = open_located(replace(located, columns=None), part.name, part.data_root)
+    require_columns(located, own, plain.columns(), part.name)
+    return replace(part, located=replace(located, columns=own))
+
+
+def _find(dataset: str, data_root: str | None, *, fetch: bool) -> Dataset:
     if dataset in preset_names("datasets") and not Path(dataset).exists():
         if is_mixture(dataset):
             return _mixture(dataset, data_root, fetch=fetch)
         return _preset(load_dataset(dataset), data_root, fetch=fetch)
-    if is_mixture(dataset) or is_meta(dataset):
+    if is_mixture(dataset) or is_meta(dataset) or is_onevision(dataset):
         return _mixture(dataset, data_root, fetch=fetch)
     part = _part(dataset, data_root)
     return Dataset(name=part.name, parts=(part,))
@@ -85,6 +114,8 @@ def _part(place: str, data_root: str | None) -> Part:
 
 
 def _name(place: str, located: Located) -> str:
+    if located.name:
+        return located.name
     if is_uri(place) or not Path(place).exists():
         last = place.rstrip("/").rpartition("/")[2]
     else:
@@ -93,17 +124,28 @@ def _name(place: str, located: Located) -> str:
     return last if is_folder else last.partition(".")[0]
 
 
-def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
-    mixture = read_meta(place) if is_meta(place) else read_mixture(place)
+def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
+    read = read_onevision if is_onevision(file) else read_mixture
+    mixture = (read_meta if is_meta(file) else read)(file)
     require_parts(mixture, data_root)
     parts: list[Part] = []
-    for entry in mixture.datasets:
+    for place, entry in enumerate(mixture.datasets):
         root, wanted = entry.data_root, entry.dataset
         if data_root is not None:
             root, wanted = root and _under(data_root, root), _under(data_root, wanted)
-        found = find_dataset(wanted, root or data_root, fetch=fetch)
+        found = _find(wanted, root or data_root, fetch=fetch)
         share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
-        parts += [replace(part, name=entry.name or part.name, **share) for part in found.parts]
+        sampling = parse_sampling(entry.sampling)
+        drawn = None if sampling is None else replace(sampling, place=place)
+        columns = named_columns(entry.columns.items())
+        located = [
+            replace(each, columns=columns or each.columns)
+            for each in (_sampled(part.located, drawn, mixture.name) for part in found.parts)
+        ]
+        parts += [
+            replace(part, name=entry.name or part.name, located=each, **share)
+            for part, each in zip(found.parts, located, strict=True)
+        ]
     own = {entry.name for entry in mixture.datasets}
     parts = _told_apart(parts, own)
     names = [part.name for part in parts]
@@ -112,6 +154,16 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
         hint = f"two of its datasets are named {twice!r}; give each a `name`"
         raise ConfigError(f"mixture {mixture.name}: {hint}")
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
+
+
+def _sampled(located: Located, sampling: Sampling | None, mixture: str) -> Located:
+    """The files of which a mixture reads some records only."""
+    if sampling is None:
+        return located
+    if located.layout != "annotations":
+        what = f"{located.folder}: sampling is for JSON files, not for {located.layout}"
+        raise ConfigError(f"mixture {mixture}: {what}; use limit or weight")
+    return replace(located, options=(*located.options, ("sampling", sampling)))
 
 
 def _told_apart(parts: list[Part], given: Collection[str | None]) -> list[Part]:

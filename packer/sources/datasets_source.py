@@ -6,14 +6,26 @@ streams the rows; images and audio stay undecoded. It is an extra, and takes a s
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Located, OnBytes, Source, cut, known_columns, prefix_under
+from packer.sources.base import (
+    Chunk,
+    Located,
+    OnBytes,
+    Source,
+    cut,
+    examples,
+    known_columns,
+    prefix_under,
+)
 from shards.folders import join
 
+FIRST_ROWS = 20
+"""Rows that are looked at for values of columns that nothing reads."""
 FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder", "videofolder"})
 """Builders that join a table of metadata with the files it names."""
 
@@ -77,12 +89,20 @@ class DatasetsSource(Source):
         names = [info.name for info in self.files()]
         return set(next(self._rows(names if self._together else names[:1], self.name), ()))
 
+    def unread_columns(self) -> dict[str, str]:
+        """Columns of the first rows that no record is read from."""
+        names = [info.name for info in self.files()]
+        rows = islice(self._rows(names if self._together else names[:1], self.name), FIRST_ROWS)
+        found = examples(rows)
+        known = known_columns(self.columns(), self.name, self.located)
+        return {column: value for column, value in found.items() if column not in known}
+
     def _records(self, names: list[str]) -> Iterator[RawRecord]:
         where = self.located.folder if len(names) > 1 else join(self.located.folder, names[0])
         rows = self._rows(names, where)
         columns: tuple[str, ...] = ()
         for position, row in enumerate(rows):
-            columns = columns or known_columns(row, where, self.located.keep)
+            columns = columns or known_columns(row, where, self.located)
             value = {name: self._media(row[name]) for name in columns}
             if value == {"text": ""}:
                 continue  # a blank line between texts

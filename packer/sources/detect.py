@@ -3,16 +3,20 @@
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from balance.errors import ConfigError, DataError, first_line
 from packer.sources.base import Located, Source
+from packer.sources.columns import RenamedSource
 from packer.sources.datasets_source import DatasetsSource, find_files
 from packer.sources.hub import fetch_files, parse_hub_id
 from packer.sources.json_source import AnnotationSource
 from packer.sources.table_source import TableSource
 from packer.sources.tar_source import TarSource
+from packer.sources.trainers.energon import is_energon, locate_energon
+from packer.sources.trainers.llama_factory import INFO_NAME, DatasetInfo, dataset_of, read_info
 from shards.folders import Folder, is_uri, join, open_folder, split
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME
@@ -70,6 +74,9 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
     path, wanted = Path(place), None
     if not path.exists() and "@" in place:
         path, wanted = Path(place.rpartition("@")[0]), place.rpartition("@")[2]
+    info = path / INFO_NAME if path.is_dir() else path
+    if info.name == INFO_NAME and (datasets := read_info(info)) is not None:
+        return _described(dataset_of(datasets, wanted, info), known)
     if path.is_dir():
         return _locate_folder(str(path), wanted)
     if path.exists():
@@ -88,6 +95,16 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
     return found if others or layout is None else Located(layout, found.folder, found.names)
 
 
+def _described(info: DatasetInfo, known: Sequence[str]) -> Located:
+    """The files of a dataset of LLaMA-Factory's."""
+    found = replace(locate(info.place, known=known), columns=info.columns, name=info.name)
+    if info.sampling is None:
+        return found
+    if found.layout != "annotations":
+        raise ConfigError(f"{info.name}: num_samples is for JSON files; give --limit instead")
+    return replace(found, options=(*found.options, ("sampling", info.sampling)))
+
+
 def _locate_uri(place: str) -> Located:
     folder, name = split(place)
     if layout := layout_of(name):
@@ -100,11 +117,11 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
     _refuse_build(place, names)
-    if DICT_NAME in names:
-        chosen = choose_split(_listed(folder, DICT_NAME, "splits", str), wanted, place)
-        return _saved(join(place, chosen))
-    if STATE_NAME in names:
-        return _saved(place)
+    if is_energon(folder):
+        return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
+    if DICT_NAME in names or STATE_NAME in names:
+        splits = _listed(folder, DICT_NAME, "splits", str) if DICT_NAME in names else []
+        return _saved(join(place, choose_split(splits, wanted, place)) if splits else place)
     if METADATA_NAME in names and METADATA_KEY in folder.read(METADATA_NAME, 0, 1 << 16):
         return _locate_with_datasets(place, wanted)
     if annotations := _annotations(folder, names):
@@ -274,4 +291,5 @@ def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
     kinds: dict[str, type[Source]] = {"annotations": AnnotationSource, "tar": TarSource}
     kinds |= {"parquet": TableSource, "arrow": TableSource}
-    return kinds.get(located.layout, DatasetsSource)(located, name, data_root)
+    source = kinds.get(located.layout, DatasetsSource)(located, name, data_root)
+    return source if located.columns is None else RenamedSource(source, located.columns)

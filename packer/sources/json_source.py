@@ -12,12 +12,14 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain, compress
 from typing import IO, Any, cast
 
 from balance.errors import DataError
 from packer.records.record import MOST_DEPTH, TOO_DEEP, RawRecord, is_deep
 from packer.records.schemas import CONTENT_KEYS
 from packer.sources.base import Chunk, OnBytes, Source, cut
+from packer.sources.sampling import Sampling
 from shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
@@ -37,8 +39,20 @@ class AnnotationSource(Source):
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
+        sampling: Sampling | None = dict(self.located.options).get("sampling")
+        if sampling is not None:
+            total = sum(1 for name in self.located.names for _ in self._records(name))
+            chosen = sampling.chosen(total)
+            records = chain.from_iterable(
+                self._records(name, on_bytes) for name in self.located.names
+            )
+            yield from cut(compress(records, chosen), num_records)
+            return
         for name in self.located.names:
-            yield from cut(read_json_records(self.folder, name, on_bytes=on_bytes), num_records)
+            yield from cut(self._records(name, on_bytes), num_records)
+
+    def _records(self, name: str, on_bytes: OnBytes = lambda _: None) -> Iterator[RawRecord]:
+        return read_json_records(self.folder, name, on_bytes=on_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, size and SHA-256 of each file."""

@@ -1,6 +1,7 @@
-"""Mixtures of raw datasets: a TOML file, a preset, or InternVL's meta JSON."""
+"""Mixtures of datasets: TOML, presets, InternVL's meta JSON, LLaVA-NeXT's YAML."""
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from os.path import exists, isfile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -9,7 +10,10 @@ from balance.config import build_config, config_root, preset_names, read_toml
 from balance.errors import ConfigError, DataError
 from balance.plain_values import parse_json, read_text
 from packer.sources.base import incomplete
+from packer.sources.columns import named_columns
 from packer.sources.hub import parse_hub_id
+from packer.sources.sampling import parse_sampling
+from packer.sources.trainers.energon import expanded, read_yaml
 from shards.folders import is_uri, join, open_folder, split
 
 PEEK_BYTES = 1 << 16
@@ -32,6 +36,10 @@ class MixturePart:
     weight: float | None = None
     repeat: float = 1.0
     limit: int | None = None
+    sampling: str = "all"
+    """Records that are read, in LLaVA-NeXT's words: first:50%, end:100, random:3, or all."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Our names of its columns -> its own."""
     download: str = ""
     """Origin, for the message that says what is missing."""
 
@@ -42,6 +50,8 @@ class MixturePart:
             if value is not None and not 0 < value <= MOST_OF[key]:
                 most = f"at most {MOST_OF[key]:,}"
                 raise ConfigError(f"{key} is {value}; it must be greater than 0 and {most}")
+        parse_sampling(self.sampling)
+        named_columns(self.columns.items())
         if self.weight is not None and self.repeat != 1.0:
             raise ConfigError(f"{self.dataset}: give a weight or a repeat, not both")
 
@@ -156,6 +166,52 @@ def _is_there(place: str, data_root: str | None) -> bool:
         return open_folder(without_split).has_folder("") or open_folder(folder).info(name).size >= 0
     except OSError:
         return False
+
+
+_BRACES = re.compile(r".*\{[^{}]*\}\.json")
+
+
+def is_onevision(place: str) -> bool:
+    """Whether a place is LLaVA-NeXT's: a YAML file with `datasets`, or `a/{x,y}.json`."""
+    if _BRACES.fullmatch(place):
+        return not exists(place)
+    return Path(place).suffix in (".yaml", ".yml") and isfile(place)
+
+
+def read_onevision(place: str) -> Mixture:
+    """LLaVA-NeXT's data_path: each `json_path` with its `sampling_strategy`; ConfigError if not.
+
+    https://github.com/LLaVA-VL/LLaVA-NeXT/blob/main/llava/train/train.py, LazySupervisedDataset
+    """
+    path = Path(place)
+    if _BRACES.fullmatch(place):
+        entries: Any = [{"json_path": place}]
+    else:
+        entries = read_yaml(open_folder(str(path.parent)), path.name).get("datasets")
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(e, dict) for e in entries)
+    ):
+        raise ConfigError(f"{path}: no list `datasets` of objects with json_path")
+    parts: list[MixturePart] = []
+    names: list[str] = []
+    for number, entry in enumerate(entries, 1):
+        where = f"{path}, dataset {number}"
+        if unknown := [str(key) for key in entry if key not in ("json_path", "sampling_strategy")]:
+            known = "json_path, sampling_strategy"
+            raise ConfigError(f"{where}: unknown key {unknown[0]}; known: {known}")
+        for file in expanded([entry.get("json_path")], where):
+            names.append(Path(file).name.partition(".")[0])
+            times = names.count(names[-1])
+            values = {
+                "dataset": file,
+                "name": names[-1] if times == 1 else f"{names[-1]}-{times}",
+                "sampling": entry.get("sampling_strategy", "all"),
+            }
+            part = build_config(MixturePart, values, where=where)
+            parts.append(_beside(path.parent, part))
+    return Mixture(name=path.stem.replace("{", "").replace("}", ""), datasets=tuple(parts))
 
 
 def is_meta(place: str) -> bool:

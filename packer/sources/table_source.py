@@ -19,13 +19,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, OnBytes, Source, cut, known_columns, opened
+from packer.sources.base import (
+    Chunk,
+    Located,
+    OnBytes,
+    Source,
+    cut,
+    examples,
+    known_columns,
+    opened,
+)
 from packer.sources.datasets_source import import_datasets
 from shards.folders import Folder, is_uri, join, open_folder
 
 CHUNK_BYTES = 64 << 20
 """Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
 MAX_REREADS = 8
+EXAMPLE_BLOCKS = 4
+"""Blocks that are looked at for a value of a column that nothing reads."""
 READ_BYTES = 1 << 20
 """Size of the reads of column chunks, so that a large row group is never in memory as a whole."""
 BATCH_ROWS = 64
@@ -130,7 +141,7 @@ class TableSource(Source):
                 continue
             with _open_table(self.folder, info.name) as table:
                 where = join(self.located.folder, info.name)
-                columns = known_columns(table.columns, where, self.located.keep)
+                columns = known_columns(table.columns, where, self.located)
                 blocks = table.blocks(columns)
             new = partial(TableChunk, self.located.folder, info.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
@@ -152,16 +163,51 @@ class TableSource(Source):
         with _open_table(self.folder, name) as table:
             return set(table.columns)
 
+    def unread_columns(self) -> dict[str, str]:
+        """Columns of the first file that no record is read from, by its first blocks."""
+        if not (infos := self.files()):
+            return {}
+        name = infos[0].name
+        where = join(self.located.folder, name)
+        if self.located.layout == "arrow" and is_uri(self.located.folder):
+            with opened(self.folder, name) as file:
+                reader = pa.ipc.open_stream(file)
+                unread = _without(reader.schema.names, where, self.located)
+                first = next(iter(reader), None) if unread else None
+                return {} if first is None else examples(_rows_of(first.select(unread)))
+        with _open_table(self.folder, name) as table:
+            unread, found = _without(table.columns, where, self.located), dict[str, str]()
+            for block in range(min(len(table.blocks(())), EXAMPLE_BLOCKS)):
+                missing = [column for column in unread if column not in found]
+                if missing:
+                    found |= examples(_rows_of(next(iter(table.batches([block], missing)))))
+            return {column: found[column] for column in unread if column in found}
+
     def _streamed(self, name: str) -> Iterator[RawRecord]:
         """The rows of an Arrow stream, from its beginning."""
         row = 0
         with opened(self.folder, name) as file:
             reader = pa.ipc.open_stream(file)
             where = join(self.located.folder, name)
-            columns = known_columns(reader.schema.names, where, self.located.keep)
+            columns = known_columns(reader.schema.names, where, self.located)
             for batch in reader:
                 yield from _records(name, row, batch.select(list(columns)))
                 row += len(batch)
+
+
+def _without(columns: Sequence[str], where: str, located: Located) -> list[str]:
+    """The columns that no record is read from."""
+    known = known_columns(columns, where, located)
+    return [column for column in columns if column not in known]
+
+
+def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The first rows; none if a text is not UTF-8."""
+    try:
+        rows: list[dict[str, Any]] = batch.slice(0, BATCH_ROWS).to_pylist()
+    except UnicodeDecodeError:
+        return []
+    return rows
 
 
 # --- blocks -> chunks ---

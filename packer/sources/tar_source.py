@@ -9,6 +9,9 @@ Python's tarfile decodes the headers (GNU and POSIX long names among them). Its 
 used, because it takes a damaged header in the middle for the end, and skips a tar that follows
 another tar. In a sample, `.json` is the record, `.txt` and `.caption` its caption. A JSON may name
 its images by their members' names, or by paths from before they were put into the tar.
+
+What a member of another suffix is, its first bytes tell. One that is of no use becomes a key of the
+record with its dot, `.npy`, and its size as the value: nothing reads that, so it is reported.
 """
 
 import gzip
@@ -16,14 +19,19 @@ import json
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import IO, Any
 
+from balance.errors import DataError
+from packer.media.content_kind import kind_of_content
 from packer.records.media import Media
 from packer.records.record import TOO_DEEP, RawRecord, is_deep
+from packer.records.schemas import RECORD_KEYS
 from packer.sources.base import Chunk, Located, OnBytes, Source, cut, opened, prefix_under
+from packer.sources.trainers.energon import FieldMap
 from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
@@ -33,7 +41,22 @@ SUFFIXES: dict[str, frozenset[str]] = {
     "video": frozenset({"mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg"}),
     "audio": frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"}),
 }
+"""Kind of files -> suffixes that are believed without a look."""
+PICTURE_SUFFIXES = frozenset(
+    {"jfif", "jpe", "jif", "jp2", "j2k", "jpx", "jxl", "heic", "heif", "img", "ico", "svg", "dds"}
+)
+"""Images whatever is in them: one that cannot be read is rejected as such."""
+DATA_SUFFIXES = frozenset(
+    {"npy", "npz", "pt", "pth", "pkl", "pickle", "pyd", "ten", "tensor", "bin", "emb", "h5", "cls"}
+)
+"""Numbers, which might begin like some media file by chance."""
+MASKS = frozenset({"seg", "mask", "depth", "normal", "edge"})
+"""Names of images (`KEY.seg.png`) that say something of the sample's image: not pictures to see."""
+HEAD_BYTES = 192
+"""First bytes that are enough for all kinds, transport streams included."""
 TEXT_SUFFIXES = ("txt", "caption")
+QUESTION, ANSWERS = "context", "answers"
+"""Names of Energon's VQA: `KEY.context.txt` and `KEY.answers.json`."""
 BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
 
@@ -85,6 +108,12 @@ class TarChunk:
     """Offset of the first member after the chunk; None: the end of the tar."""
     first: int = 0
     """Number of samples before the chunk."""
+    fields: FieldMap | None = None
+    """Energon's, of the folder."""
+    exclude: frozenset[str] = frozenset()
+    """Keys of samples that are left out."""
+    count: int | None = None
+    """Samples of the whole tar, where its folder says it."""
 
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order. A damaged place is one broken record, and ends the tar."""
@@ -93,8 +122,22 @@ class TarChunk:
                 members = read_compressed(file)
             else:
                 members = read_members(file, self.start, self.end)
-            for position, sample in enumerate(_samples(members), self.first):
-                yield _record(sample, file, self.container, position)
+            samples = _not_torn(_samples(members), self.container)
+            number, is_whole = self.first, True
+            for position, sample in enumerate(samples, self.first):
+                number, is_whole = position + 1, is_whole and not sample.broken
+                if sample.key not in self.exclude:
+                    yield self._record(sample, file, position)
+            if self.end is None and is_whole and self.count not in (None, number):
+                raise DataError(
+                    f"{self.container}: has {number:,} samples, and .nv-meta says"
+                    f" {self.count:,}; prepare it again"
+                )
+
+    def _record(self, sample: _Sample, file: IO[bytes], position: int) -> RawRecord:
+        if self.fields is None:
+            return _record(sample, file, self.container, position)
+        return _mapped_record(sample, self.fields, file, self.container, position)
 
 
 class TarSource(Source):
@@ -107,8 +150,17 @@ class TarSource(Source):
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
-        for info in self.files():
-            whole = TarChunk(self.located.folder, info.name, self._prefix + info.name)
+        options = dict(self.located.options)
+        for place, info in enumerate(self.files()):
+            excluded = [name.partition(f"{info.name}/") for name in options.get("exclude", ())]
+            whole = TarChunk(
+                self.located.folder,
+                info.name,
+                self._prefix + info.name,
+                fields=options.get("fields"),
+                exclude=frozenset(key for before, _, key in excluded if not before and key),
+                count=options["counts"][place] if "counts" in options else None,
+            )
             if _is_compressed(info.name):
                 yield from cut(whole.records(), num_records)
                 on_bytes(info.size)
@@ -123,7 +175,7 @@ class TarSource(Source):
     ) -> Iterator[Chunk]:
         start = first = 0
         with opened(self.folder, whole.name) as file:
-            for number, border in enumerate(_borders(file)):
+            for number, border in enumerate(_borders(file, whole.container)):
                 if number - first == num_records:
                     yield replace(whole, start=start, end=border, first=first)
                     on_bytes(border - start)
@@ -244,9 +296,31 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
         yield sample
 
 
-def _borders(file: IO[bytes]) -> Iterator[int]:
+def _not_torn(samples: Iterable[_Sample], container: str) -> Iterator[_Sample]:
+    """The samples; DataError at one whose other members were somewhere before it.
+
+    Two samples of one key that have a suffix in common are two: tars are joined in that way.
+    """
+    earlier: dict[str, tuple[int, tuple[str, ...]]] = {}
+    shapes: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for number, sample in enumerate(samples, 1):
+        names = [member.name for member in sample.members]
+        start = len(sample.key) + (3 if names and names[0].startswith("./") else 1)
+        shape = tuple([name[start:].lower() for name in names])
+        # samples have the same few shapes, so that little is kept of each
+        first, found = earlier.setdefault(sample.key, (number, shapes.setdefault(shape, shape)))
+        if first != number and shape and set(found).isdisjoint(shape):
+            raise DataError(
+                f"{container}: the members of {sample.key} are not next to each other:"
+                f" {', '.join(found)} in sample {first:,}, {', '.join(shape)} in sample {number:,};"
+                " sort the tar by name"
+            )
+        yield sample
+
+
+def _borders(file: IO[bytes], container: str) -> Iterator[int]:
     """Offset of the first header of each sample."""
-    samples = _samples(read_members(file))
+    samples = _not_torn(_samples(read_members(file)), container)
     return (sample.members[0].header for sample in samples if sample.members)
 
 
@@ -264,10 +338,11 @@ def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> 
         if sample.broken:
             raise _BadMemberError(sample.broken)
         files = _by_suffix(sample)
-        record = _texts(files, file)
-        frames = _place_frames(record, files, container)
+        kinds = _kinds(files, file)
+        record = _texts(files, kinds, file)
+        frames = _place_frames(record, files, kinds, container)
         for kind in SUFFIXES:
-            ordered = [suffix for suffix in _ordered(files, kind) if suffix not in frames]
+            ordered = [suffix for suffix in _ordered(kinds, kind) if suffix not in frames]
             found = {suffix: files[suffix] for suffix in ordered}
             _add_media(record, kind, found, container)
     except _BadMemberError as error:
@@ -275,11 +350,42 @@ def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> 
     return RawRecord(position, key | record)
 
 
+def _mapped_record(
+    sample: _Sample, fields: FieldMap, file: IO[bytes], container: str, position: int
+) -> RawRecord:
+    """The record of a sample by its folder's field map; what that does not name is not read."""
+    key = {"__key__": sample.key}
+    try:
+        if sample.broken:
+            raise _BadMemberError(sample.broken)
+        files = _by_suffix(sample)
+        values = {
+            suffix: _value(suffix, files[suffix], file, container)
+            for suffix in files
+            if suffix in fields.members
+        }
+        unused = {f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files.keys() - values}
+        record = fields.record(values) | dict(sorted(unused.items()))
+    except ValueError as error:
+        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
+    return RawRecord(position, key | record)
+
+
+def _value(suffix: str, member: Member, file: IO[bytes], container: str) -> Any:
+    """What a member holds: JSON, a file, or a text."""
+    kind = _kind(suffix)
+    if kind == "json":
+        return _json(suffix, member, file)
+    if kind in SUFFIXES or (kind != "text" and _kind_inside(suffix, member, file)):
+        return _media(member, container)
+    return _read(file, member).decode("utf-8", "surrogateescape")
+
+
 def _by_suffix(sample: _Sample) -> dict[str, Member]:
     """The members by what follows their key, in their order."""
     files: dict[str, Member] = {}
     for member in sample.members:
-        suffix = member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
+        suffix = _suffix(sample, member)
         if suffix in files:
             raise _BadMemberError(f"there are two members {suffix}")
         if not member.is_file:
@@ -292,27 +398,86 @@ def _by_suffix(sample: _Sample) -> dict[str, Member]:
     return files
 
 
-def _texts(files: dict[str, Member], file: IO[bytes]) -> dict[str, Any]:
+def _suffix(sample: _Sample, member: Member) -> str:
+    return member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
+
+
+def _kinds(files: Mapping[str, Member], file: IO[bytes]) -> dict[str, str]:
+    """What the members are: json, text, image, video, audio, or empty for what is of no use."""
+    kinds = {suffix: _kind(suffix) or _kind_inside(suffix, files[suffix], file) for suffix in files}
+    masks = [suffix for suffix in kinds if kinds[suffix] == "image" and _name(suffix) in MASKS]
+    if masks and any(kind == "image" and "." not in suffix for suffix, kind in kinds.items()):
+        kinds |= dict.fromkeys(masks, "")
+    return kinds
+
+
+@lru_cache(1024)
+def _kind(suffix: str) -> str:
+    """What a member's suffix says; empty if nothing."""
+    last = suffix.rpartition(".")[2]
+    if last in TEXT_SUFFIXES:
+        return "text"
+    return (
+        last if last == "json" else next((kind for kind in SUFFIXES if last in SUFFIXES[kind]), "")
+    )
+
+
+def _kind_inside(suffix: str, member: Member, file: IO[bytes]) -> str:
+    """What a member's first bytes say."""
+    last = suffix.rpartition(".")[2]
+    if last in DATA_SUFFIXES:
+        return ""
+    head = replace(member, size=min(member.size, HEAD_BYTES))
+    found = kind_of_content(_read(file, head)[:HEAD_BYTES])
+    return found or ("image" if last in PICTURE_SUFFIXES else "")
+
+
+def _name(suffix: str) -> str:
+    """What precedes the last dot: `context` of `context.txt`."""
+    return suffix.rpartition(".")[0]
+
+
+def _texts(files: dict[str, Member], kinds: Mapping[str, str], file: IO[bytes]) -> dict[str, Any]:
+    """What JSON files and texts say, and the sizes of what is of no use."""
     record: dict[str, Any] = {}
-    for suffix in [suffix for suffix in files if _kind(suffix) == "json"]:
-        try:
-            value = json.loads(_read(file, files[suffix]))
-            why = TOO_DEEP if is_deep(value) else ""
-        except ValueError as error:
-            why = str(error).split(": line ", 1)[0]
-        except RecursionError:
-            why = TOO_DEEP
-        if why:
-            raise _BadMemberError(f"{suffix} is not valid JSON: {why}")
-        if not isinstance(value, dict):
+    for suffix in [suffix for suffix in files if kinds[suffix] == "json"]:
+        value = _json(suffix, files[suffix], file)
+        if isinstance(value, dict):
+            record |= value
+        elif name := _name(suffix):  # Energon's `answers.json`
+            record[name] = value
+        else:
             raise _BadMemberError(f"{suffix} is a {type(value).__name__}, not an object")
-        record |= value
-    has_more = bool(record) or any(_ordered(files, kind) for kind in SUFFIXES)
-    for suffix in [suffix for suffix in files if _kind(suffix) in TEXT_SUFFIXES]:
+    texts = [suffix for suffix in files if kinds[suffix] == "text"]
+    has_more = bool(record) or any(_ordered(kinds, kind) for kind in SUFFIXES)
+    found: dict[str, str] = {}
+    for suffix in sorted(texts, key=lambda suffix: "." in suffix):
         # bad bytes become lone surrogates, and the sample is rejected by name
         text = _read(file, files[suffix]).decode("utf-8", "surrogateescape")
-        record["caption" if has_more else "text"] = text
-    return record
+        key = "caption" if has_more else "text"
+        if _name(suffix) == QUESTION and ANSWERS in record:
+            key = "question"
+        elif len(texts) > 1 and _name(suffix) in RECORD_KEYS:
+            key = _name(suffix)
+        # of two captions the first is learned, and the other one is reported
+        found[key if found.get(key, text) == text else f".{suffix}"] = text
+    return (record | found) | {
+        f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files if not kinds[suffix]
+    }
+
+
+def _json(suffix: str, member: Member, file: IO[bytes]) -> Any:
+    """The value of a JSON file."""
+    try:
+        value = json.loads(_read(file, member))
+        why = TOO_DEEP if is_deep(value) else ""
+    except ValueError as error:
+        why = str(error).split(": line ", 1)[0]
+    except RecursionError:
+        why = TOO_DEEP
+    if why:
+        raise _BadMemberError(f"{suffix} is not valid JSON: {why}")
+    return value
 
 
 def _read(file: IO[bytes], member: Member) -> bytes:
@@ -322,23 +487,20 @@ def _read(file: IO[bytes], member: Member) -> bytes:
     return file.read(member.size)
 
 
-def _kind(suffix: str) -> str:
-    """What follows the last dot."""
-    return suffix.rpartition(".")[2]
-
-
-def _ordered(files: dict[str, Member], kind: str) -> list[str]:
+def _ordered(kinds: Mapping[str, str], kind: str) -> list[str]:
     """The suffixes of a kind's files: by number if all have one (`0.jpg`, `10.jpg`), else as is."""
-    found = [suffix for suffix in files if _kind(suffix) in SUFFIXES[kind]]
+    found = [suffix for suffix in kinds if kinds[suffix] == kind]
     numbers = [suffix.partition(".")[0] for suffix in found]
     if all(number.isascii() and number.isdecimal() for number in numbers):
         found.sort(key=lambda suffix: int(suffix.partition(".")[0]))
     return found
 
 
-def _place_frames(record: dict[str, Any], files: dict[str, Member], container: str) -> set[str]:
+def _place_frames(
+    record: dict[str, Any], files: dict[str, Member], kinds: Mapping[str, str], container: str
+) -> set[str]:
     """Put the images that a record names as a video's frames in their place; their suffixes."""
-    suffixes = {_media(files[suffix], container): suffix for suffix in _ordered(files, "image")}
+    suffixes = {_media(files[suffix], container): suffix for suffix in _ordered(kinds, "image")}
     by_name = {PurePosixPath(media.name).name: media for media in suffixes}
     by_name |= {suffix: media for media, suffix in suffixes.items()}
     used: set[str] = set()

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from packer.text.chat_template import ChatTemplate, Message, TemplateRefusedError
-from packer.text.turn import Turn
+from packer.text.turn import Span, Turn
 
 Field = tuple[int, str]
 """Number of a turn, and the key of a field."""
@@ -19,6 +19,8 @@ DROPPED_THOUGHT = "<think>"
 _TOOLS = "tools"
 _MOST_HALVINGS = 7
 """Of a conversation's fields of one key. What is not told apart then counts as used."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thought; the first one counts."""
 _CALL = {"key of a probe": "value"}
 
 
@@ -29,11 +31,14 @@ def messages_of(
 
     `guard` protects the control strings in all other values.
     """
-    messages: list[dict[str, Any]] = [
-        {"role": turn.role, "content": write(turn.text)}
-        | (_guarded(json.loads(turn.more), guard) if turn.more else {})
-        for turn in turns
-    ]
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        message = {"role": turn.role, "content": write(turn.text)}
+        if turn.more:
+            message |= _guarded(json.loads(turn.more), guard)
+            if message["content"] is None:  # as transformers does, for many templates write "None"
+                del message["content"]
+        messages.append(message)
     return messages, messages[0].pop(_TOOLS, None) if messages else None
 
 
@@ -63,7 +68,7 @@ class MessageFields:
         The messages are without the fields that are not used, for the text is the same then.
         """
         messages = [self._with_arguments(message) for message in messages]
-        full = self._template.render(messages, tools=tools)
+        full = self._template.render(list(map(_with_thought, messages)), tools=tools)
         fields = [(i, key) for i, m in enumerate(messages) for key in m if key not in _OWN_KEYS]
         if tools is not None:
             fields.append((0, _TOOLS))
@@ -75,7 +80,8 @@ class MessageFields:
             for key in dict.fromkeys(key for _, key in fields):
                 group = [field for field in fields if field[1] == key]
                 unused += self._unused(group, unused, full, messages, tools)
-        kept, kept_tools = _left(unused, messages, tools)
+        left, kept_tools = _left(unused, messages, tools)
+        kept = [_with_thought(message) for message in left]
         said = [(i, key) for i, key in unused if key == _TOOLS or messages[i][key] not in _EMPTY]
         return kept, kept_tools, tuple(sorted(said))
 
@@ -104,7 +110,7 @@ class MessageFields:
         """The text without some fields; None if the template refuses that."""
         try:
             left, tools = _left(fields, messages, tools)
-            return self._template.render(left, tools=tools)
+            return self._template.render(list(map(_with_thought, left)), tools=tools)
         except TemplateRefusedError:
             return None
 
@@ -160,6 +166,14 @@ def _left(
     return left, None if (0, _TOOLS) in dropped else tools
 
 
+def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose thought is under all names that templates read, as transformers gives it."""
+    thought = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
+    if thought is None:
+        return message
+    return {"thinking": thought, **message, "reasoning_content": thought}
+
+
 def _with_arguments(call: Any, kind: type) -> Any:
     """A call of a tool with arguments of a kind, where they can be brought to it."""
     if not isinstance(call, dict):
@@ -179,16 +193,25 @@ def _with_arguments(call: Any, kind: type) -> Any:
 
 
 def dropped_thoughts(
-    turns: Sequence[Turn], text: str, guard: Callable[[str], str]
+    turns: Sequence[Turn],
+    text: str,
+    guard: Callable[[str], str],
+    markers_in: Callable[[str], Sequence[Span]],
 ) -> tuple[Field, ...]:
-    """The thoughts in the texts of turns that the rendered text does not have."""
+    """The thoughts in the texts of turns that the rendered text does not have.
+
+    Templates leave out earlier ones: of several with the same words, the first are missing.
+    """
     dropped = []
     for i, turn in enumerate(turns):
         if "</think>" in turn.text:
-            thought = turn.text.split("</think>")[0].split("<think>")[-1].strip()
-            # as part of another thought it is still there, once less
-            written = sum(other.text.count(thought) for other in turns) if thought else 0
-            if text.count(guard(thought)) < written:
+            thought = turn.text.split("</think>")[0].split("<think>")[-1]
+            borders = [0, *(place for span in markers_in(thought) for place in span), len(thought)]
+            # of what is between markers, which become something else
+            pieces = zip(borders[::2], borders[1::2], strict=True)
+            words = max((thought[start:end].strip() for start, end in pieces), key=len)
+            counts = [other.text.count(words) for other in turns] if words else [0]
+            if sum(counts[:i]) < sum(counts) - text.count(guard(words)):
                 dropped.append((i, DROPPED_THOUGHT))
     return tuple(dropped)
 
@@ -198,8 +221,8 @@ def require_shown(text: str, messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         words = [call.get("function", call)["name"] for call in calls]
-        if message["role"] == "tool" and isinstance(message["content"], str):
-            words.append(message["content"].strip())
+        if message["role"] == "tool" and isinstance(content := message.get("content"), str):
+            words.append(content.strip())
         for word in words:
             if word not in text and json.dumps(word, ensure_ascii=False)[1:-1] not in text:
                 left_out = f"the chat template leaves out turn {number} ({message['role']})"

@@ -310,7 +310,8 @@ class ChatTokenizer:
         else:
             text, spans = self._as_learned(turns, messages, tools, write)
         require_shown(text, given)
-        return text, spans, (*unused, *dropped_thoughts(turns, text, guard))
+        dropped = dropped_thoughts(turns, text, guard, self._writer.markers_in)
+        return text, spans, (*unused, *dropped)
 
     def _as_learned(
         self,
@@ -499,7 +500,7 @@ def _day(given: str | None) -> date:
             return date.fromisoformat(given)
         return DEFAULT_DATE if epoch is None else datetime.fromtimestamp(int(epoch), UTC).date()
     except (ValueError, OverflowError, OSError):
-        what = "SOURCE_DATE_EPOCH" if given is None else "template_date"
+        what = "SOURCE_DATE_EPOCH" if given is None else "--template-date (template_date)"
         form = "seconds since 1970" if given is None else "YYYY-MM-DD"
         raise ConfigError(f"{what} = {(given or epoch)!r}: expected a day as {form}") from None
 

@@ -84,8 +84,11 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     environment: Any = template.environment
     environment.begin()
     try:
-        # `template.render` without its copy of the variables, and its work on tracebacks
-        return _joined(template.root_render_func(template.new_context(variables)))
+        # `template.render` without its work on tracebacks, and with globals in a plain dict: to
+        # copy Jinja's chain of dicts takes as long as to render a short conversation
+        names = {**environment.globals, **variables}
+        context = Context(environment, names, template.name, template.blocks)
+        return _joined(template.root_render_func(context))
     except RecursionError:
         raise TemplateLimitError("it calls itself without an end") from None
     except MemoryError:

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from tokenizers import Tokenizer
+from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from balance.errors import DataError
@@ -168,7 +169,7 @@ def as_fed(path):
     """As transformers loads it, but for grey of 16 bits, of which it keeps nothing above 255."""
     if not path.startswith("data:") and Image.open(path).mode.startswith("I"):
         return Image.fromarray((np.asarray(Image.open(path)) >> 8).astype(np.uint8)).convert("RGB")
-    return load_image(path)
+    return Image.fromarray(convert_to_rgb(load_image(path), return_numpy=True))
 
 
 @for_each("case", [case for case in CASES if not case.reason and case.build not in OTHERS])

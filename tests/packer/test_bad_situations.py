@@ -17,6 +17,7 @@ import pytest
 
 from support import ranks
 from support.builds.bad_samples import rows_of
+from support.builds.layouts import write_tar
 from support.builds.raw_data import options, record, write_dataset, write_image
 
 GOOD = json.dumps([record(0), record(1)]).encode()
@@ -109,6 +110,89 @@ def test_a_folder_without_data(tmp_path):
     (tmp_path / "raw.json").mkdir()
     run(build_command(tmp_path / "raw.json", tmp_path / "out"), 1, "no dataset in")
     assert not (tmp_path / "out").exists()
+
+
+@situation(
+    "members of one sample of a tar are not next to each other", "stops and names both places", 1
+)
+def test_a_torn_sample(tmp_path):
+    members = [("a.txt", b"A"), ("b.txt", b"B"), ("a.cls", b"1")]
+    place = write_tar(tmp_path / "0.tar", members)
+    message = "the members of a are not next to each other: txt in sample 1, cls in sample 3"
+    run(build_command(place, tmp_path / "out"), 1, message)
+
+
+@situation(
+    "members of a tar with an unusual suffix",
+    "used if their first bytes say image, video or audio; else reported as never read",
+    0,
+)
+def test_members_by_content(tmp_path):
+    write_image(tmp_path / "a.png", 32, 32, 0)
+    image = (tmp_path / "a.png").read_bytes()
+    members = [("a.img", image), ("a.npy", b"12"), ("a.txt", b"A cat.")]
+    place = write_tar(tmp_path / "raw" / "0.tar", members)
+    printed, _ = run(build_command(place, tmp_path / "out"))
+    assert "1 sample read = 1 packed" in printed
+    assert 'never read: .npy (1 record, e.g. "2 bytes")' in printed
+    assert pq.read_table(tmp_path / "out" / "counts.parquet")["num_image_patches"].to_pylist()[0]
+
+
+def energon(folder, about, **splits):
+    """An Energon folder with a shard of one text for each split."""
+    for name in splits:
+        write_tar(folder / f"{name}.tar", [(f"{name}.txt", b"A text.")])
+    meta = folder / ".nv-meta"
+    meta.mkdir()
+    counts = {f"{name}.tar": 1 for name in splits}
+    (meta / ".info.json").write_text(json.dumps({"shard_counts": counts}))
+    parts = {name: [f"{name}.tar"] for name in splits}
+    (meta / "split.yaml").write_text(json.dumps({"split_parts": parts}))
+    (meta / "dataset.yaml").write_text(json.dumps(about))
+    return folder
+
+
+@situation(
+    "samples of an Energon folder are made by code (`sample_loader`, `CrudeWebdataset`)", "stops", 2
+)
+def test_an_energon_folder_of_crude_samples(tmp_path):
+    place = energon(tmp_path / "raw", {"__class__": "CrudeWebdataset"}, train=1)
+    run(build_command(place, tmp_path / "out"), 2, "made by a cooker (CrudeWebdataset), code not")
+
+
+@situation("shards of an Energon folder's other splits", "not read", 0)
+def test_an_energon_folder_of_splits(tmp_path):
+    about = {"sample_type": {"__class__": "TextSample"}, "field_map": {"text": "txt"}}
+    place = energon(tmp_path / "raw", about, train=1, val=1, test=1)
+    assert "1 sample read = 1 packed" in run(build_command(place, tmp_path / "out"))[0]
+
+
+@situation(
+    "`--columns` names a column that the first records do not have, or no field of ours",
+    "stops and lists what there is",
+    2,
+)
+def test_columns_that_are_not_there(raw, tmp_path):
+    command = build_command(raw, tmp_path / "out", "--columns", "messages=chat")
+    run(command, 2, "no 'chat' in the first records of")
+
+
+@situation(
+    "`dataset_info.json` or a YAML of datasets has a key that is not read",
+    "stops and lists the known ones",
+    2,
+)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("dataset_info.json", {"a": {"file_name": "a.json", "weight": 2}}, "key 'weight'; known: "),
+        ("mix.yaml", {"datasets": [{"json_path": "a.json", "weight": 2}]}, "key weight; known: js"),
+    ],
+)
+def test_a_description_with_a_key_that_is_not_read(tmp_path, name, content, message):
+    (tmp_path / "a.json").write_bytes(GOOD)
+    (tmp_path / name).write_text(json.dumps(content))
+    run(build_command(tmp_path / name, tmp_path / "out"), 2, message)
 
 
 @situation("`--data-root` is not there", "stops", 1)

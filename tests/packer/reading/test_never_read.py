@@ -3,6 +3,9 @@
 import io
 import json
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -104,4 +107,31 @@ def test_a_loader_without_a_build_says_it_once_and_reports_it(
     loader.save_build(tmp_path / "saved")
     (saved,) = read_manifest(tmp_path / "saved").values["never_read"].values()
     assert dict(saved) == EXPECTED
+    loader.close()
+
+
+@pytest.mark.parametrize("layout", ["parquet", "saved"])
+def test_columns_that_records_come_without_are_named(tmp_path, monkeypatch, capfd, layout):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    columns = {"kept": list(range(NUM)), "level": [None, "hard"] * (NUM // 2)}
+    rows = [record(number) for number in range(NUM)]
+    table = {key: [row[key] for row in rows] for key in rows[0]}
+    given = {**table, **columns, "empty": [""] * NUM, "split": ["train"] * NUM}
+    folder = tmp_path / "raw"
+    if layout == "saved":
+        datasets.Dataset.from_dict(given).save_to_disk(folder)
+    else:
+        folder.mkdir()
+        pq.write_table(pa.table(given), folder / "a.parquet")
+    summary = packed(folder, tmp_path / "out")
+    (found,) = read_manifest(tmp_path / "out").values["never_read"].values()
+    assert dict(found) == {"level": [None, '"hard"']}
+    line = 'never read: level (a column, e.g. "hard")'
+    assert line in printed(print_build, summary, make_report(tmp_path / "out"))
+    assert "a column" in render_html(make_report(tmp_path / "out"))
+    loader = BalancedLoader(
+        str(folder), **MODEL, keep_columns=("kept",), dp_rank=0, dp_world_size=1
+    )
+    next(iter(loader))
+    assert line in capfd.readouterr().err
     loader.close()

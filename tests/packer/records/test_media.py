@@ -1,9 +1,22 @@
+import base64
 import os
+import random
+import string
 
 import pytest
 
 from packer.media.image_header import read_header
-from packer.records.media import Media, SampleProblem, open_media, read_into
+from packer.records.fields import Fields
+from packer.records.media import (
+    Media,
+    SampleProblem,
+    media_of,
+    media_of_part,
+    open_media,
+    read_into,
+)
+from packer.records.record import RawRecord
+from packer.records.schemas import parse_record
 from shards.folders import open_folder
 
 
@@ -105,3 +118,60 @@ def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
             read_into(root, Media("a.jpg", size=size), root, memoryview(bytearray(size)))
     with pytest.raises(SampleProblem, match=r"media_changed: b.jpg"):
         read_into(root, Media("b.jpg", size=7), root, memoryview(bytearray(7)))
+
+
+CONTENT = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+BASE64 = base64.b64encode(CONTENT).decode()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": BASE64}},
+        {"type": "image_url", "image_url": BASE64},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64}"}},
+        {"type": "image", "image": BASE64},
+        {"type": "image", "url": BASE64},
+        {"type": "image", "base64": BASE64},
+        {"type": "image", "base64": "\n".join([BASE64[:76], BASE64[76:]])},
+        {"type": "image", "base64": f"data:image/png;base64,{BASE64}"},
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": BASE64},
+        },
+    ],
+)
+def test_a_part_may_hold_its_image_as_base64(part):
+    messages = [
+        {"role": "user", "content": [part, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "A cat."},
+    ]
+    sample = parse_record(RawRecord(0, {"messages": messages}), "set")
+    assert [image.data for image in sample.images] == [CONTENT]
+    assert sample.unread == ()
+
+
+def test_damaged_base64_is_rejected():
+    part = {"type": "image", "base64": BASE64[:-3]}
+    with pytest.raises(SampleProblem, match="base64 of the image is damaged"):
+        media_of_part(Fields(part), ("image",), "image")
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///data/a%20b.png", "/data/a b.png"),
+        ("file://localhost/data/a.png", "/data/a.png"),
+        ("file://images/a.png", "images/a.png"),
+    ],
+)
+def test_a_file_url_is_a_path(url, path):
+    assert media_of(url, "image") == Media(path)
+
+
+def test_a_long_path_is_no_content():
+    draw = random.Random(0)
+    letters = string.ascii_letters + string.digits + "/+"
+    for _ in range(200):
+        path = "images/" + "".join(draw.choices(letters, k=draw.randrange(100, 240)))
+        assert media_of(path, "image") == Media(path)

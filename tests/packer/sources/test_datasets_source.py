@@ -143,3 +143,8 @@ def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
 def test_datasets_is_imported_only_where_it_is_used():
     check = "import sys, packer.cli, packer.build; assert 'datasets' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+def test_columns_that_nothing_reads_are_named_with_a_value(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer,level\nWhat?,A cat.,\nWho?,Eve.,hard\n")
+    assert source_of(tmp_path / "a.csv").unread_columns() == {"level": '"hard"'}

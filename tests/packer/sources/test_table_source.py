@@ -5,6 +5,7 @@ has a name.
 import json
 import pickle
 import sys
+from dataclasses import replace
 from itertools import chain
 
 import datasets
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from balance.errors import ConfigError, DataError
 from packer.records.record import RawRecord
 from packer.records.schemas import parse_record
+from packer.records.user_map import ALL_COLUMNS
 from packer.sources import table_source as tables
 from packer.sources.base import Located, RecordChunk
 from packer.sources.detect import locate, open_located
@@ -343,3 +345,23 @@ def test_a_source_names_its_files_for_the_manifest(tmp_path):
         open_located(
             Located("parquet", str(tmp_path), ("b.parquet",)), "set", str(tmp_path)
         ).files()
+
+
+UNREAD = [
+    {"id": str(n), "text": f"T{n}", "level": "hard" if n > 8 else None, "empty": None, "raw": b"ab"}
+    for n in range(12)
+]
+
+
+@pytest.mark.parametrize("layout", ["parquet", "arrow"])
+def test_columns_that_nothing_reads_are_named_with_a_value(tmp_path, layout):
+    table = pa.Table.from_pylist(UNREAD)
+    if layout == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    else:
+        write_saved(tmp_path, UNREAD, 1, schema=table.schema)
+    expected = {"level": '"hard"', "raw": "bytes of 2"}
+    located = locate(str(tmp_path), known=[])
+    for keep, left in (((), ["level", "raw"]), (("raw",), ["level"]), ((ALL_COLUMNS,), [])):
+        source = open_located(replace(located, keep=keep), "set", located.folder)
+        assert source.unread_columns() == {name: expected[name] for name in left}

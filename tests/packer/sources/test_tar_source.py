@@ -87,7 +87,7 @@ def test_pairs_of_img2dataset_become_captioned_images_by_byte_range(tmp_path):
 def test_the_webdataset_library_sees_the_same_samples(tmp_path):
     members = [
         ("a/b.c/1.jpg", b"1"),
-        ("a/b.c/1.seg.png", b"2"),
+        ("a/b.c/1.left.png", b"2"),
         ("README", b"no sample"),
         ("a/b.c/1.txt", b"caption"),
         ("a/2.PNG", b"3"),
@@ -374,3 +374,74 @@ def test_a_tar_that_is_gone_is_named(tmp_path):
 def test_keys_are_those_of_the_webdataset_library(name):
     theirs = webdataset.tariterators.base_plus_ext(name.removeprefix("./"))[0]
     assert key_of(name) == theirs or (theirs or "").endswith("/")
+
+
+JPEG = b"\xff\xd8\xff\xe0" + b"pixels" * 50
+
+
+def only(tmp_path, *members):
+    """The only sample of a tar with these members."""
+    write_tar(tmp_path / "0.tar", members)
+    (sample,) = samples(tmp_path / "0.tar")
+    return sample
+
+
+@pytest.mark.parametrize("suffix", ["jfif", "jpe", "img", "foo", "IMG", "0.blob"])
+def test_an_image_under_an_unusual_suffix_is_told_by_its_content(tmp_path, suffix):
+    sample = only(tmp_path, (f"a.{suffix}", JPEG), ("a.txt", b"A cat."))
+    assert contents(sample, tmp_path) == [JPEG]
+    assert sample.turns[0].text == "<image>A cat."
+    assert sample.unread == ()
+
+
+@pytest.mark.parametrize("suffix", ["heic", "jp2", "img"])
+def test_what_should_be_an_image_stays_one_even_if_it_is_damaged(tmp_path, suffix):
+    assert len(only(tmp_path, (f"a.{suffix}", b"damaged"), ("a.txt", b"A cat.")).images) == 1
+
+
+def test_other_media_are_told_by_their_content_too(tmp_path):
+    video = b"\0\0\0\x20ftypisom" + bytes(40)
+    sample = only(tmp_path, ("a.clip", video), ("a.sound", b"fLaC" + bytes(60)), ("a.txt", b"x"))
+    assert (len(sample.images), len(sample.videos), len(sample.audios)) == (0, 1, 1)
+
+
+def test_members_of_no_use_are_reported_and_change_nothing(tmp_path):
+    used = ("a.jpg", JPEG), ("a.txt", b"A cat.")
+    others = ("a.npy", JPEG), ("a.seg.png", JPEG), ("a.cls", b"7"), ("a.foo", b"words")
+    sample = only(tmp_path, *used, *others)
+    plain = only(tmp_path, *used)
+    assert (sample.turns, sample.images) == (plain.turns, plain.images)
+    size = f'"{len(JPEG)} bytes"'
+    expected = {".npy": size, ".seg.png": size, ".cls": '"1 bytes"', ".foo": '"5 bytes"'}
+    assert dict(sample.unread) == expected
+
+
+def test_of_two_captions_the_first_is_learned_and_the_other_reported(tmp_path):
+    sample = only(tmp_path, ("a.long.txt", b"more"), ("a.jpg", JPEG), ("a.txt", b"A cat."))
+    assert sample.turns[0].text == "<image>A cat."
+    assert sample.unread == ((".long.txt", '"more"'),)
+
+
+def test_energons_questions_in_members_of_their_own_are_conversations(tmp_path):
+    context, answers = ("a.context.txt", b"What?"), ("a.answers.json", b'["cat", "dog"]')
+    sample = only(tmp_path, ("a.jpg", JPEG), context, answers)
+    assert [turn.text for turn in sample.turns] == ["<image>\nWhat?", "cat"]
+
+
+@pytest.mark.parametrize("whole_tar_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_members_of_one_key_that_are_apart_are_said_at_the_first(
+    tmp_path, monkeypatch, whole_tar_bytes, compressed
+):
+    monkeypatch.setattr(tar_source, "WHOLE_TAR_BYTES", whole_tar_bytes)
+    members = [("a.jpg", JPEG), ("b.jpg", JPEG), ("a.txt", b"A"), ("b.txt", b"B")]
+    data = tar_bytes(members)
+    place = tmp_path / ("0.tar.gz" if compressed else "0.tar")
+    place.write_bytes(gzip.compress(data) if compressed else data)
+    with pytest.raises(DataError, match=r"members of a are not next .* jpg in sample 1, txt in"):
+        read(place)
+
+
+def test_two_whole_samples_of_one_key_are_two(tmp_path):
+    write_tar(tmp_path / "0.tar", pairs(2) + pairs(2))
+    assert len(samples(tmp_path / "0.tar")) == 4

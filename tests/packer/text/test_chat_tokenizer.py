@@ -603,12 +603,25 @@ def test_control_strings_in_other_fields_stay_letters() -> None:
     assert rejected.reason == "control_token"
 
 
-def test_a_thought_that_is_left_out_is_named_though_another_one_contains_it() -> None:
-    thinks = "{% for m in messages %}{{ m.content if loop.last else m.content.split('>')[-1] }}"
+@for_each(
+    ("first", "last", "dropped"),
+    [
+        ("hm", "hmm", [1]),
+        ("hmm", "hm", [1]),
+        ("hm", "hm", [1]),
+        ("see <image> here", "and <image>", []),
+        ("", "<image>", []),
+    ],
+)
+def test_a_thought_that_is_left_out_is_named_and_no_other_one(first, last, dropped):  # type: ignore[no-untyped-def]
+    thinks = "{% for m in messages %}{{ m.content if loop.last else m.content.split('</think>')[-1]"
     turns = [
-        *(Turn("user", "q"), Turn("assistant", "<think>hm</think>a")),
-        *(Turn("user", "r"), Turn("assistant", "<think>hmm</think>b")),
+        *(Turn("user", "q"), Turn("assistant", f"<think>{first}</think>a")),
+        *(Turn("user", "r"), Turn("assistant", f"<think>{last}</think>b")),
     ]
-    encoded = ours("demo", INTERNVL, thinks + "\n{% endfor %}").encode_batch([turns])[0]
+    template = thinks + " }}\n{% endfor %}"
+    if "<image>" in first:  # where it is left out, its image is too
+        template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    encoded = ours("demo", INTERNVL, template).encode_batch([turns])[0]
     assert isinstance(encoded, EncodedText), encoded
-    assert encoded.unused == ((1, "<think>"),)
+    assert encoded.unused == tuple((i, "<think>") for i in dropped)

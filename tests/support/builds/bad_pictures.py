@@ -18,6 +18,16 @@ def encoded(image, form, **options):
 
 
 JPEG, PNG = encoded(PHOTO, "JPEG"), encoded(PHOTO, "PNG")
+HEIC = b"\0\0\0\x18ftypheic" + bytes(4) + b"mif1heic" + bytes(100)
+AVIF = (
+    b"\0\0\0\x20ftypavif" + bytes(4) + b"avifmif1miafMA1B"
+    b"\0\0\0\x2dmeta" + bytes(4) + b"\0\0\0\x21hdlr" + bytes(8) + b"pict" + bytes(13)
+)
+"""It says that it has a picture, and has none."""
+DDS = (
+    b"DDS " + struct.pack("<4I", 124, 0x1007, 8, 8) + bytes(56) + struct.pack("<I", 32) + bytes(112)
+)
+"""Of 8 x 8 pixels, whose format has no flags."""
 
 
 def animated(form):

@@ -150,7 +150,33 @@ IMAGES = [
         "PNG with a transparent colour in its palette",
         "clear.png",
         pictures.encoded(pictures.PALETTE, "PNG", transparency=3),
+        happens="used; what has that colour becomes white",
     ),
+    *[
+        picture(
+            f"{what} with a transparent colour",
+            f"clear-{number}.png",
+            pictures.encoded(image, form, transparency=colour),
+            happens="used; what has that colour becomes white",
+        )
+        for number, (what, image, form, colour) in enumerate(
+            [
+                ("PNG of RGB", pictures.PHOTO, "PNG", pictures.PHOTO.getpixel((5, 5))),
+                ("PNG of grey", pictures.PHOTO.convert("L"), "PNG", 90),
+                ("black and white PNG", pictures.PHOTO.convert("1"), "PNG", 0),
+                ("GIF", pictures.PALETTE, "GIF", 3),
+            ]
+        )
+    ],
+    picture(
+        "PNG with several transparent colours in its palette",
+        "clear-several.png",
+        pictures.encoded(pictures.PALETTE, "PNG", transparency=bytes(range(64))),
+        happens="used; transparency is dropped",
+    ),
+    picture("AVIF that its library refuses", "bad.avif", pictures.AVIF, "corrupt_image"),
+    picture("DDS of an unknown pixel format", "bad.dds", pictures.DDS, "corrupt_image"),
+    picture("HEIC", "a.heic", pictures.HEIC, "corrupt_image"),
     picture(
         "PNG with alpha",
         "alpha.png",

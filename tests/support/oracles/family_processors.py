@@ -20,6 +20,7 @@ import numpy as np
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import SizeDict
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -260,7 +261,8 @@ def kimi(rule: NavitRule) -> Family:
         for image in sample:
             resized, padded = sizes(image.size)
             canvas = Image.new("RGB", padded)
-            canvas.paste(image.resize(resized, Image.Resampling.BICUBIC))
+            rgb = Image.fromarray(convert_to_rgb(image, return_numpy=True))
+            canvas.paste(rgb.resize(resized, Image.Resampling.BICUBIC))
             values = (np.asarray(canvas) / 255 - rule.mean) / rule.std
             rows.append(_patches(values.transpose(2, 0, 1), rule.vit_patch_size))
         return rows

@@ -1,0 +1,161 @@
+"""Names of a dataset's own columns -> names that schemas know: `Columns`. Pure.
+
+For `--columns messages=my_conv,images=pics`, the `columns` of a mixture's dataset, and
+LLaMA-Factory's dataset_info.json. A record's other keys stay as they are. One that has a name which
+a column was given gets a dot before it, `.messages`: nothing reads that, so it is reported.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from balance.errors import ConfigError
+from packer.records.record import RawRecord
+from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
+from packer.sources.base import Chunk, Located, OnBytes, Source
+from shards.local_folder import FileInfo
+
+_NEXT_TO_TURNS = frozenset({"system", "system_prompt", "history", "tools", "input", "context"})
+_OTHERS = frozenset({"answers", "label"})
+CONTENT = CONTENT_KEYS | _NEXT_TO_TURNS | _OTHERS
+"""Keys that are text to learn, or lead to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """How a dataset names what the schemas read."""
+
+    names: tuple[tuple[str, str], ...]
+    """Our name and theirs of each column."""
+    is_complete: bool = False
+    """Whether other keys with text are not to be read: they get a dot too."""
+    role_key: str = ""
+    """Key of a turn's role; empty if turns have ours."""
+    text_key: str = ""
+    roles: tuple[tuple[str, str], ...] = ()
+    """Their role and ours."""
+    chosen: str = ""
+    """Column of the last turn: the better one of two answers."""
+
+    @property
+    def theirs(self) -> frozenset[str]:
+        """The columns to read."""
+        return frozenset(theirs for _, theirs in self.names) | (
+            {self.chosen} if self.chosen else set()
+        )
+
+    def ours(self, column: str) -> str:
+        """Our name of a column."""
+        return next((ours for ours, theirs in self.names if theirs == column), column)
+
+    def apply(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record with our names.
+
+        >>> Columns(names=(("messages", "chat"),)).apply({"chat": [], "messages": 1, "id": 7})
+        {'.messages': 1, 'id': 7, 'messages': []}
+        """
+        theirs = self.theirs
+        hidden = {ours for ours, _ in self.names} | (CONTENT if self.is_complete else frozenset())
+        rest = (key for key in record if key not in theirs)
+        found = {f".{key}" if key in hidden else key: record[key] for key in rest}
+        found |= {ours: record[given] for ours, given in self.names if given in record}
+        if self.role_key:
+            found["messages"] = self._turns(found.get("messages"), record.get(self.chosen))
+        if found.get("instruction") == "" and found.get("input"):
+            found["instruction"] = found.pop("input")
+        return found
+
+    def _turns(self, turns: Any, chosen: Any) -> Any:
+        """Turns with our keys and roles; what is no list of objects as it is."""
+        if not isinstance(turns, list):
+            return turns
+        several = [*turns, chosen] if isinstance(chosen, Mapping) else turns
+        return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in several]
+
+    def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        named = {self.role_key: "role", self.text_key: "content"}
+        found = {named.get(key, key): value for key, value in turn.items()}
+        role = found.get("role")
+        return found | ({"role": dict(self.roles).get(role, role)} if isinstance(role, str) else {})
+
+
+def parse_columns(given: Iterable[str]) -> Columns | None:
+    """What `--columns` says: `ours=theirs`, several with commas between; None if nothing."""
+    pairs = [pair.strip() for text in given for pair in text.split(",") if pair.strip()]
+    if bad := next((pair for pair in pairs if "=" not in pair), None):
+        raise ConfigError(f"columns {bad!r}: give OURS=THEIRS, for example messages=my_conv")
+    return named_columns([tuple(map(str.strip, pair.split("=", 1))) for pair in pairs])
+
+
+def named_columns(pairs: Iterable[tuple[Any, ...]]) -> Columns | None:
+    """The columns of pairs of our name and theirs; ConfigError for an unknown name of ours."""
+    names = tuple(pairs)
+    for ours, theirs in names:
+        if ours not in RECORD_KEYS:
+            known = ", ".join(sorted(CONTENT | {"id", "source", "images", "videos", "audios"}))
+            raise ConfigError(f"columns: no field {ours!r}; known: {known}")
+        if not isinstance(theirs, str) or not theirs:
+            raise ConfigError(f"columns: {ours} is {theirs!r}; give the name of a column")
+    for place in (0, 1):
+        several = [pair[place] for pair in names]
+        if twice := next((name for name in several if several.count(name) > 1), None):
+            raise ConfigError(f"columns: {twice!r} is given twice")
+    return Columns(names=names) if names else None
+
+
+def require_columns(located: Located, columns: Columns, found: set[str], name: str) -> None:
+    """ConfigError unless the first records have every column that is named."""
+    if missing := sorted(columns.theirs - found):
+        has = ", ".join(sorted(found))[:300]
+        where = f"{name} ({located.folder})"
+        raise ConfigError(f"columns: no {missing[0]!r} in the first records of {where}: {has}")
+
+
+# --- records with our names ---
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedChunk:
+    """Records of a chunk, with our names."""
+
+    chunk: Chunk
+    columns: Columns
+
+    def records(self) -> Iterator[RawRecord]:
+        """The records, in order."""
+        for record in self.chunk.records():
+            if record.broken or not isinstance(record.value, Mapping):
+                yield record
+            else:
+                yield replace(record, value=self.columns.apply(record.value))
+
+
+class RenamedSource(Source):
+    """Another source, with our names."""
+
+    def __init__(self, source: Source, columns: Columns) -> None:
+        """What is wrong with the source has been said."""
+        self._source = source
+        self._columns = columns
+        super().__init__(source.located, source.name, source.data_root)
+
+    def files(self) -> list[FileInfo]:
+        """Those of the source."""
+        return self._source.files()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """As the source does."""
+        return self._source.describe()
+
+    def columns(self) -> set[str]:
+        """Columns of the first records, by our names."""
+        return {self._columns.ours(column) for column in self._source.columns()}
+
+    def unread_columns(self) -> dict[str, str]:
+        """As the source says."""
+        return self._source.unread_columns()
+
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+        """The chunks of the source; records get their names where they are counted."""
+        for chunk in self._source.chunks(num_records, on_bytes):
+            yield RenamedChunk(chunk, self._columns)

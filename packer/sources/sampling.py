@@ -1,0 +1,62 @@
+"""Some records of a dataset: the first, the last, or drawn ones. Pure.
+
+LLaVA-NeXT's `sampling_strategy`, for mixtures. A percentage is of the dataset's records, and rounds
+up; drawn records keep their order, and the same seed draws the same. A number above the dataset's
+records means all, and `end:0` is an error, for LLaVA-NeXT would take all.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from balance.errors import ConfigError
+from balance.rng import SAMPLING, random_permutation
+
+_STRATEGY = re.compile(r"(first|end|random):(\d{1,18})(%?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which records are read."""
+
+    strategy: Literal["first", "end", "random"]
+    number: int
+    is_percentage: bool = False
+    seed: int = 0
+    """Of records that are drawn."""
+    place: int = 0
+    """Dataset of the mixture: each draws for itself."""
+
+    def seeded(self, seed: int) -> "Sampling":
+        """The same; of records that are drawn, by this seed."""
+        return replace(self, seed=seed) if self.strategy == "random" else self
+
+    def chosen(self, total: int) -> list[bool]:
+        """Whether each of `total` records is read.
+
+        >>> Sampling("end", 50, is_percentage=True).chosen(3)
+        [False, True, True]
+        """
+        wanted = -(-self.number * total // 100) if self.is_percentage else self.number
+        places = np.arange(total)
+        if self.strategy == "random":
+            places = random_permutation(total, self.seed, SAMPLING, place=self.place)
+        taken = places[max(total - wanted, 0) :] if self.strategy == "end" else places[:wanted]
+        mask = np.zeros(total, bool)
+        mask[taken] = True
+        return mask.tolist()
+
+
+def parse_sampling(text: str) -> Sampling | None:
+    """What a `sampling_strategy` says; None for `all`. ConfigError for anything else."""
+    if text == "all":
+        return None
+    match = _STRATEGY.fullmatch(text)
+    if match is None or int(match[2]) == 0 or (match[3] and int(match[2]) > 100):
+        raise ConfigError(
+            f"sampling {text[:60]!r}; known: all, first:N, end:N and random:N, N above 0 or 1% to"
+            " 100%"
+        )
+    return Sampling(match[1], int(match[2]), bool(match[3]))  # type: ignore[arg-type]
