@@ -4,6 +4,7 @@ With `balance.model_folder.files` all of `balance` that reads files. An unknown 
 lists the known ones, so that a typing mistake never silently becomes a default.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
@@ -44,6 +45,8 @@ def check_options(config: Any) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name} is {shown(value)}: use one of {', '.join(get_args(hint))}")
+        if isinstance(value, str) and not _is_a_name(value):
+            raise ConfigError(f"{name} is {shown(value)}; no file can have such a name")
         bounds = option.least, option.most
         is_bounded = isinstance(value, int | float) and bounds != (-inf, inf)  # else nan may pass
         if is_bounded and not option.least <= value <= option.most:
@@ -178,13 +181,26 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
 
 
 def read_toml(path: Path, where: str) -> dict[str, Any]:
-    """The tables of a TOML file; ConfigError, which names `where`, if it cannot be read."""
+    """The tables of a TOML file; ConfigError, which names `where`, if it cannot be read.
+
+    Or if a number in it is not finite or has more than 64 bits.
+    """
     try:
-        return parse_toml(read_text(path), where)
+        values = parse_toml(read_text(path), where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{where}: {os_reason(error)}") from None
+    check_numbers(values, where)
+    return values
+
+
+def _is_a_name(text: str) -> bool:
+    """Whether a system call takes a text: no NUL, no half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _text(hint: Any) -> str:

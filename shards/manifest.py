@@ -251,6 +251,7 @@ def _check_content(path: str, values: dict[str, Any]) -> None:
 
 
 def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
+    where = f"{join(place, MANIFEST_NAME)}: not a manifest of Isobatch: limits"
     tokenizer = _of_type(values, "tokenizer", dict)
     totals = _of_type(values, "totals", dict)
     for name in {"num_groups", "num_packed", *totals}:
@@ -272,7 +273,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         version=values["format_version"],
         format=values["format"],
         model=model_from_dict(values["model"]),
-        limits=build_config(Limits, values["limits"], where="limits"),
+        limits=build_config(Limits, values["limits"], where=where),
         num_groups=totals["num_groups"],
         shards=tuple(map(BuildFile.from_json, values["shards"])),
         files=tuple(map(BuildFile.from_json, values["files"])),
