@@ -70,5 +70,5 @@ def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")
     for key, value in (state["stream"] or {}).items():
         numbers = value if key in _LISTS and isinstance(value, list) else [value]
-        if key in (*_NUMBERS, *_LISTS) and not all(type(n) is int and n >= 0 for n in numbers):
+        if key in (*_NUMBERS, *_LISTS) and not all(type(n) is int for n in numbers):
             raise ConfigError(f"state has {key} {shown(value)}; give what `state_dict()` returned")
