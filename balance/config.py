@@ -4,17 +4,20 @@ With `balance.model_folder.files` all of `balance` that reads files. An unknown 
 lists the known ones, so that a typing mistake never silently becomes a default.
 """
 
-import tomllib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from math import inf
+from os.path import isfile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, os_reason
+from balance.interface.visible_text import shown
+from balance.plain_values import check_numbers, parse_toml, read_text
 
 Config = TypeVar("Config")
 _hints_of: Callable[..., dict[str, Any]] = cache(get_type_hints)
@@ -41,7 +44,9 @@ def check_options(config: Any) -> None:
     for name, hint, option in options_of(type(config)):
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigError(f"{name} is {value!r}: use one of {', '.join(get_args(hint))}")
+            raise ConfigError(f"{name} is {shown(value)}: use one of {', '.join(get_args(hint))}")
+        if isinstance(value, str) and not _is_a_name(value):
+            raise ConfigError(f"{name} is {shown(value)}; no file can have such a name")
         bounds = option.least, option.most
         is_bounded = isinstance(value, int | float) and bounds != (-inf, inf)  # else nan may pass
         if is_bounded and not option.least <= value <= option.most:
@@ -50,19 +55,22 @@ def check_options(config: Any) -> None:
             raise ConfigError(f"{name} is {value}; it must be {allowed}")
 
 
-def check_positive(config: Any) -> None:
-    """ConfigError unless every number of a config dataclass is greater than 0."""
+def check_positive(config: Any, most: int | None = None) -> None:
+    """ConfigError unless all numbers of a config dataclass are above 0, integers up to `most`."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    wrong = [f"{k} = {v}" for k, v in values.items() if type(v) in (int, float) and v <= 0]
+    wrong = [f"{k} = {v}" for k, v in values.items() if type(v) in (int, float) and not v > 0]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
+    large = [f"{k} = {v}" for k, v in values.items() if type(v) is int and most and v > most]
+    if large:
+        raise ConfigError(f"{', '.join(large)}: must be at most {most:,}")
 
 
 def check_types(config: Any) -> None:
     """ConfigError unless every field of a config dataclass has a value of its type."""
     for name, hint in _hints_of(type(config)).items():
         if not _fits(value := getattr(config, name), hint):
-            raise ConfigError(f"{name} is {value!r}; it must be {_text(hint)}")
+            raise ConfigError(f"{name} is {shown(value)}; it must be {_text(hint)}")
 
 
 def check_names(kind: type, names: Iterable[str], also: Iterable[str] = ()) -> None:
@@ -98,21 +106,27 @@ def preset_groups(kind: str) -> list[str]:
     return [f"{name}, {name}_*" if name in bases else name for name in own]
 
 
-def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> Config:
-    """A config dataclass from plain values; lists become tuples.
+def build_config(kind: type[Config], values: Any, *, where: str) -> Config:
+    """A config dataclass from a table of plain values; lists become tuples.
 
-    Unknown keys, missing keys and values of the wrong type are errors that name `where`.
+    What is no table, unknown keys, missing keys, values of the wrong type and numbers that are not
+    finite or have more than 64 bits are errors that name `where`.
     """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: is {shown(values)}, but should be a table of keys and values")
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(known)):
         keys = ", ".join(sorted(known))
-        raise ConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {keys}")
+        named = ", ".join(each if each.isidentifier() else shown(each) for each in unknown)
+        raise ConfigError(f"{where}: unknown key {named}; known: {keys}")
     if missing := _required(known) - values.keys():
         raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
+    check_numbers(values, where)
     frozen, hints = {name: _frozen(value) for name, value in values.items()}, _hints_of(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
-            raise ConfigError(f"{where}: {name} is {value!r}, but should be {_text(hints[name])}")
+            should = _text(hints[name])
+            raise ConfigError(f"{where}: {name} is {shown(value)}, but should be {should}")
     try:
         return kind(**frozen)
     except ConfigError as error:
@@ -123,7 +137,7 @@ def load_config(
     kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str
 ) -> Config:
     """A command's config: `options` that are not None over the keys of the TOML `file`."""
-    values = {} if file is None else _parse_toml(file, f"--config {file}")
+    values = {} if file is None else read_toml(file, f"--config {file}")
     values |= {name: value for name, value in options.items() if value is not None}
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if missing := [f"--{name.replace('_', '-')}" for name in _required(known) - values.keys()]:
@@ -145,32 +159,48 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
         chain = " -> ".join((*extended_by, name))
         raise ConfigError(f"presets extend each other in a circle: {chain}")
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
-    if not path.is_file() and name.endswith(".toml"):
+    if not isfile(path) and name.endswith(".toml"):
         raise ConfigError(f"no file {name}; give a {kind[:-1]} preset's name, or a .toml file")
-    if not path.is_file():
+    if not isfile(path):
         near = get_close_matches(name, preset_names(kind), 1)
         meant = "".join(f" (did you mean {each}?)" for each in near)
         missing = (
-            f"no {kind[:-1]} preset {name!r}{meant}; shipped: {', '.join(preset_groups(kind))}"
+            f"no {kind[:-1]} preset {shown(name)}{meant}; shipped: {', '.join(preset_groups(kind))}"
         )
         other = ", or the folder or Hub id of any model" if kind == "models" else ""
         raise ConfigError(f"{missing}; or give a .toml file of yours{other}")
-    values = _parse_toml(path, str(path))
+    values = read_toml(path, str(path))
     values.setdefault("name", path.stem)
     if (base_name := values.pop("extends", None)) is None:
         return values
+    if not isinstance(base_name, str):
+        raise ConfigError(f"{path}: extends is {shown(base_name)}; give one preset's name")
     base = read_preset(kind, base_name, (*extended_by, name))
     tables = [k for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)]
     return base | values | {key: {**base[key], **values[key]} for key in tables}
 
 
-def _parse_toml(path: Path, where: str) -> dict[str, Any]:
+def read_toml(path: Path, where: str) -> dict[str, Any]:
+    """The tables of a TOML file; ConfigError, which names `where`, if it cannot be read.
+
+    Or if a number in it is not finite or has more than 64 bits.
+    """
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = parse_toml(read_text(path), where)
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from None
+        raise ConfigError(f"{where}: {os_reason(error)}") from None
+    check_numbers(values, where)
+    return values
+
+
+def _is_a_name(text: str) -> bool:
+    """Whether a system call takes a text: no NUL, no half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _text(hint: Any) -> str:

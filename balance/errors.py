@@ -1,5 +1,7 @@
 """The errors of Isobatch that a caller may want to catch.
 
+Their text is safe to show wherever it goes, a terminal or a log (`balance.interface.visible_text`).
+
 IsobatchError
 ├── DataError          the raw data or one of our files cannot be used
 │   ├── DamagedShard   a shard is not what its manifest says
@@ -7,9 +9,14 @@ IsobatchError
 └── ConfigError        a preset, a configuration or an option is wrong
 """
 
+from balance.interface.visible_text import visible_line
+
 
 class IsobatchError(Exception):
     """Root of all errors raised on purpose; one line for the user: what, where, what to do."""
+
+    def __str__(self) -> str:
+        return visible_line(super().__str__())
 
 
 class DataError(IsobatchError):
@@ -33,7 +40,12 @@ class MediaRejected(DataError, ValueError):
         self.detail = detail
 
     def __str__(self) -> str:
-        return self.detail
+        return visible_line(self.detail)
+
+
+def os_reason(error: OSError) -> str:
+    """What a system call's error says, without the path."""
+    return error.strerror or first_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -29,6 +29,7 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.media.rules import NativeSizeRule, VisionRule
+from balance.plain_values import MOST_INTEGER
 from balance.presets import LlmShape, ModelPreset, VitShape
 from balance.types import Counts, FloatArray, Groups, IntArray
 
@@ -128,7 +129,8 @@ class FlopsModel:
         int64, same shape.
         """
         squares = self.llm.mean_squares(lengths, np.square(lengths))
-        return squares // max(1, self.llm_flops_per_token // max(1, self.llm_flops_per_square))
+        equal = self.llm_flops_per_token // max(1, self.llm_flops_per_square)
+        return squares // min(max(1, equal), MOST_INTEGER)
 
     def vit_flops(self, load: ComputeLoad) -> FloatArray:
         """Forward FLOPs of encoder and projector, float64, an entry per entry of `load`."""

@@ -14,11 +14,17 @@ import numpy as np
 
 from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
+from balance.interface.visible_text import shown
 from balance.media.audio_tokens import AudioRule
 from balance.media.rules import VISION_RULES, NativeSizeRule, VisionRule
 from balance.media.rules.base import ImagePlan, MarkupPart
 from balance.media.video_rules import VIDEO_RULES, VideoRule
 from balance.types import IntArray
+
+MOST_SIZE = 2**40
+"""Largest size of a layer; FLOPs of all layers then fit a float."""
+MOST_CONTEXT = 2**31 - 1
+"""Counts of tokens are int32 in every artefact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class TransformerShape:
     """Tokens that the other layers attend to; None: their attention is linear."""
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_positive(self, most=MOST_SIZE)
         if (self.num_full_layers or 0) > self.num_layers:
             found = f"num_full_layers = {self.num_full_layers}"
             raise ConfigError(f"{found}: there are {self.num_layers} layers")
@@ -94,6 +100,12 @@ class EncoderShape(TransformerShape):
     """Projectors of these widths: deepstack (Qwen3-VL) has one per level that the LLM gets."""
     pooled: int = 1
     """Tokens that are averaged to one before the projector (Gemma 3: 16)."""
+
+    def __post_init__(self) -> None:
+        TransformerShape.__post_init__(self)
+        if len(self.projector) < 2 or not all(0 < width <= MOST_SIZE for width in self.projector):
+            allowed = f"give two widths at least, each from 1 to {MOST_SIZE:,}"
+            raise ConfigError(f"projector is {shown(list(self.projector))}: {allowed}")
 
     @property
     def projector_weights(self) -> int:
@@ -256,6 +268,8 @@ class ModelPreset:
     """Its token may be that of images, where frames are images."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.context_len <= MOST_CONTEXT:
+            raise ConfigError(f"context_len is {self.context_len}; give 1 to {MOST_CONTEXT:,}")
         for kind in ("audio", "video"):
             names = kind, f"{kind}_markup"
             given = [name for name in names if getattr(self, name) is not None]
@@ -348,10 +362,12 @@ def load_dataset(name: str) -> DatasetPreset:
 
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     """Model preset from plain values, as a TOML file or a manifest holds them; checks every key."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"model preset: is {shown(values)}; give a table of keys and values")
     values, where = dict(values), f"model preset {values.get('name', '?')}"
     for name, known in _RULES.items():
         if name == "vision" or values.get(name) is not None:
-            values[name] = _rule_from_dict(known, dict(values.get(name, {})), name, where)
+            values[name] = _rule_from_dict(known, values.get(name, {}), name, where)
     values.setdefault("image_markup", {})
     for name, kind in _TABLES.items():
         if values.get(name) is not None:
@@ -359,11 +375,14 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     return build_config(ModelPreset, values, where=where)
 
 
-def _rule_from_dict(known: dict[str, Any], table: dict[str, Any], name: str, where: str) -> Any:
-    rule = table.pop("rule", None)
-    if rule not in known:
-        raise ConfigError(f"{where}: {name}.rule is {rule!r}; use one of {', '.join(known)}")
-    return build_config(known[rule], table, where=f"{where}, [{name}]")
+def _rule_from_dict(known: dict[str, Any], table: Any, name: str, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {name} is {shown(table)}; give the table of a rule")
+    rule = table.get("rule")
+    if not isinstance(rule, str) or rule not in known:
+        raise ConfigError(f"{where}: {name}.rule is {shown(rule)}; use one of {', '.join(known)}")
+    options = {key: value for key, value in table.items() if key != "rule"}
+    return build_config(known[rule], options, where=f"{where}, [{name}]")
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from balance.interface.interrupts import quit_on_interrupt
 
 if __name__ == "__main__":
-    with quit_on_interrupt():
-        from engine.cli import main
+    quit_on_interrupt()
+    from engine.cli import main
+
     main()

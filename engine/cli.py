@@ -14,12 +14,12 @@ from balance.config import options_of
 from balance.interface.command_line import (
     ConfigOption,
     JsonOption,
-    messages,
     new_app,
     read_config,
     run_app,
     with_options,
 )
+from balance.interface.consoles import SafeConsole, messages, print_line
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
 from engine.plan_config import BEST, PlanConfig, changed_request, plan_request
@@ -183,8 +183,9 @@ def _draw(plan: Plan, runs: tuple[SimulatedRun, ...], out: Path) -> None:
 
 def _print_written(out: Path | None, *names: str) -> None:
     if out is not None:
-        print(f"written: {', '.join(str(out / name) for name in names)}")
+        print_line(f"written: {', '.join(str(out / name) for name in names)}")
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    width = None if sys.stdout.isatty() else WIDTH
+    return SafeConsole(markup=False, highlight=False, soft_wrap=True, width=width)

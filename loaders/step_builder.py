@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from balance.interface.visible_text import visible_line
 from balance.media.rules import NativeSizeRule
 from balance.presets import ModelPreset
 from loaders.batch.collate import collate
@@ -195,7 +196,7 @@ class StepBuilder:
         if batch.skipped:
             self._meter.add_skipped(len(batch.skipped))
             for why in batch.skipped.values():
-                warnings.warn(f"skipped: {why}", stacklevel=2)
+                warnings.warn(visible_line(f"skipped: {why}"), stacklevel=2)
         if self._config.images != "encoded":
             self._reader.release(selection)
         if self._pin:

@@ -5,8 +5,9 @@ from balance.interface.interrupts import quit_on_interrupt
 
 def main() -> None:
     """Load the command and run it."""
-    with quit_on_interrupt():
-        from packer.cli import main as run  # noqa: PLC0415 - this is what takes long
+    quit_on_interrupt()
+    from packer.cli import main as run  # noqa: PLC0415 - this is what takes long
+
     run()
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from rich.markup import escape
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
+from balance.interface.consoles import foreign
 from balance.media.hf_processor import open_processor
 from balance.media.rules import ProcessorRule
 from balance.model_folder.find_model import find_model
@@ -260,7 +260,7 @@ class Builder:
             self._note(f"note: the chat template writes a date: {day} (--template-date)")
 
     def _note(self, text: str) -> None:
-        self.progress.console.print(escape(text), highlight=False, soft_wrap=True)
+        self.progress.console.print(foreign(text), highlight=False, soft_wrap=True)
 
     def _extras(self, dataset: Dataset) -> ExtraTypes:
         """Types of the kept columns. ConfigError if one has no value in any sample."""

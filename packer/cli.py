@@ -13,13 +13,12 @@ from balance.grouping.caps import GroupOptions
 from balance.interface.command_line import (
     ConfigOption,
     JsonOption,
-    messages,
     new_app,
     read_config,
-    results,
     run_app,
     with_options,
 )
+from balance.interface.consoles import foreign, messages, print_line, results
 from balance.model_folder.find_model import find_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
@@ -99,12 +98,13 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
         numbers = {reason: entry.number for reason, entry in reasons.items()}
         print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
         return
-    print(f"{counted(read, 'samples')} read = {len(counts):,} counted + {len(rejected):,} rejected")
+    sums = f"{len(counts):,} counted + {len(rejected):,} rejected"
+    print_line(f"{counted(read, 'samples')} read = {sums}")
     for reason, entry in reasons.items():
         words = REASONS.get(reason, reason)
-        print(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
+        print_line(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
     if reasons:
-        print(f"  all of them: {join(builder.config.out, REJECTED_NAME)}")
+        print_line(f"  all of them: {join(builder.config.out, REJECTED_NAME)}")
 
 
 @app.command()
@@ -173,13 +173,13 @@ def verify(
     require_intact(result)
     if not as_json:
         files = counted(result.num_files, "files")
-        print(f"intact: {files}, {result.num_bytes:,} bytes")
+        print_line(f"intact: {files}, {result.num_bytes:,} bytes")
         if media:
-            print(f"intact: {counted(result.num_media, 'files')} that the build points to")
+            print_line(f"intact: {counted(result.num_media, 'files')} that the build points to")
         packed = (
             f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
         )
-        print(f"{packed}, as the manifest says")
+        print_line(f"{packed}, as the manifest says")
 
 
 @app.command()
@@ -217,7 +217,7 @@ def inspect(
     if as_json:
         print(json.dumps(view.to_json()))
     elif html is not None:
-        print(f"{group_title(view)}: {html}")
+        print_line(f"{group_title(view)}: {html}")
     else:
         print_group(view, results())
 
@@ -239,7 +239,9 @@ def _builder(context: typer.Context) -> Builder:
     model = find_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
         cut = f"is cut to the context of {model.name}, {model.context_len:,}"
-        messages.print(f"note: --max-seq-len {config.max_seq_len:,} {cut}")
+        messages.print(
+            foreign(f"note: --max-seq-len {config.max_seq_len:,} {cut}"), highlight=False
+        )
     return Builder(config, StageProgress(messages))
 
 
@@ -252,4 +254,4 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
     if kept:  # after printing: who may only read a bucket has the figures at least
         save_html(result, out)
     if kept and not as_json:
-        print(f"details: {join(out, REPORT_NAME)}")
+        print_line(f"details: {join(out, REPORT_NAME)}")

@@ -1,4 +1,4 @@
-"""Sizes, times and shares as text; foreign text made safe for a terminal."""
+"""Sizes, times, shares and numbers of things as text."""
 
 
 def size_text(num_bytes: int) -> str:
@@ -54,12 +54,3 @@ def capitalised(text: str) -> str:
     'As ViT tokens'
     """
     return text[:1].upper() + text[1:]
-
-
-def visible(text: str) -> str:
-    r"""Text with its control characters as escapes, so that it cannot steer a terminal.
-
-    >>> visible("a\x1b[2J\tb\n")
-    'a\\x1b[2J\tb\n'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

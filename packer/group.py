@@ -18,6 +18,7 @@ from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits, over_limits
 from balance.grouping.even_out import group_balanced
 from balance.grouping.isf import group_isf
+from balance.plain_values import read_text
 from balance.presets import load_model
 from balance.rng import STORED, random_permutation
 from balance.types import Counts, Groups, Limits
@@ -173,11 +174,11 @@ def _read_counts(path: Path) -> pa.Table:
 
 def _read_json(path: Path) -> object:
     try:
-        return json.loads(path.read_text("utf-8"))
+        return json.loads(read_text(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {first_line(error)}") from None
 
 
 def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:

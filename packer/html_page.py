@@ -6,7 +6,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from balance.interface.html_page import page
-from packer.format_text import capitalised, share_text, size_text, visible
+from balance.interface.visible_text import visible
+from packer.format_text import capitalised, share_text, size_text
 
 FOLDER = Path(__file__).parent
 

@@ -116,6 +116,10 @@ def _check_file(folder: Folder, expected: BuildFile) -> list[str]:
 
 def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
     totals = manifest.values["totals"]
+    wanted = ("num_packed", "num_read", "num_repeated", *COUNT_COLUMNS)
+    if missing := [name for name in wanted if name not in totals]:
+        yield f"{MANIFEST_NAME}: its totals have no {', '.join(missing)}"
+        return
     try:
         index = open_index(manifest, FolderFiles(manifest, folder))
         has_ids = index.num_ids() == index.column("num_samples")

@@ -7,18 +7,24 @@ host or path (except the data root of refs builds): the same inputs and seed giv
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import pyarrow as pa
 
-from balance.errors import ConfigError, DamagedShard, DataError, first_line
+from balance.config import build_config
+from balance.errors import ConfigError, DamagedShard, DataError, IsobatchError, first_line
+from balance.interface.visible_text import shown
+from balance.plain_values import parse_json
 from balance.presets import ModelPreset, model_from_dict
 from balance.types import Limits
 from shards.checksums import file_checksum, wrong_bytes
 from shards.folders import Folder, is_uri, join, open_folder
 from shards.stored_group import NO_EXTRAS, ExtraTypes
+
+Value = TypeVar("Value")
 
 FORMAT_VERSION = 3
 READ_VERSIONS = (2, FORMAT_VERSION)
@@ -42,8 +48,9 @@ class BatchRange:
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> "BatchRange":
         """The record batch of an entry of the manifest."""
-        checksum = int(entry["xxh3_64"], 16)
-        return cls(offset=entry["offset"], length=entry["length"], checksum=checksum)
+        checksum = int(_of_type(entry, "xxh3_64", str), 16)
+        offset, length = (_of_type(entry, key, int) for key in ("offset", "length"))
+        return cls(offset=offset, length=length, checksum=checksum)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the manifest."""
@@ -76,8 +83,8 @@ class BuildFile:
     def from_json(cls, entry: dict[str, Any]) -> "BuildFile":
         """The file of an entry of the manifest."""
         batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
-        name, size, checksum = (entry[key] for key in ("name", "size", "xxh3_128"))
-        types = entry.get("types", {})
+        name, checksum = (_of_type(entry, key, str) for key in ("name", "xxh3_128"))
+        size, types = _of_type(entry, "size", int), _of_type({"types": {}} | entry, "types", dict)
         return cls(name=name, size=size, checksum=checksum, batches=batches, types=types)
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +144,16 @@ class Manifest:
             if file.name == name:
                 return file
         raise DataError(f"{join(self.place, MANIFEST_NAME)}: lists no {name}; build again")
+
+
+def _of_type(table: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
+    """The value of a key; TypeError if it is of another type, ValueError for a number below 0."""
+    value = table[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{key} is {shown(value)}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{key} is {value}")
+    return value
 
 
 def hash_json(value: Any) -> str:
@@ -208,14 +225,14 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
     """The manifest of the build at `place`; DataError if it is another version's, or damaged."""
     path = join(place, MANIFEST_NAME)
     try:
-        values = json.loads(content)
+        values = parse_json(content, f"{path}: not a manifest of Isobatch", DataError, exact=True)
         version, shard_format = values["format_version"], values.get("format")
         if version in READ_VERSIONS and shard_format in SHARD_FORMATS:
             _check_content(path, values)
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)
-    except ConfigError:
+    except IsobatchError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = f"not a manifest of Isobatch ({type(error).__name__}: {error})"
         raise DataError(f"{path}: {problem}; build again") from None
     raise DataError(
@@ -234,15 +251,30 @@ def _check_content(path: str, values: dict[str, Any]) -> None:
 
 
 def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
-    tokenizer = values["tokenizer"]
+    where = f"{join(place, MANIFEST_NAME)}: not a manifest of Isobatch: limits"
+    tokenizer = _of_type(values, "tokenizer", dict)
+    totals = _of_type(values, "totals", dict)
+    for name in {"num_groups", "num_packed", *totals}:
+        _of_type(totals, name, int)
+    ids = [key for key in ("audio_token_id", "video_token_id") if tokenizer.get(key) is not None]
+    for key in ("image_token_id", "vocab_size", *ids):
+        _of_type(tokenizer, key, int)
+    # what only some commands look at
+    for table, key, kind in (
+        (tokenizer, "hash", str),
+        (tokenizer, "added_tokens", dict),
+        (_of_type({"config": {}} | values, "config", dict), "dataset", str),
+    ):
+        if key in table:
+            _of_type(table, key, kind)
     return Manifest(
         place=place,
         hash=digest,
         version=values["format_version"],
         format=values["format"],
         model=model_from_dict(values["model"]),
-        limits=Limits(**values["limits"]),
-        num_groups=values["totals"]["num_groups"],
+        limits=build_config(Limits, values["limits"], where=where),
+        num_groups=totals["num_groups"],
         shards=tuple(map(BuildFile.from_json, values["shards"])),
         files=tuple(map(BuildFile.from_json, values["files"])),
         data_root=values.get("data_root"),

@@ -54,7 +54,7 @@ def read_table(path: Path) -> pa.Table:
     except FileNotFoundError:
         what = "is it the output of `packer build` or `packer group`?"
         raise DataError(f"no {path.name} in {path.parent}: {what}") from None
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:  # the file's own damage, or the disk's
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
 
 

@@ -4,31 +4,28 @@ Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 in
 143 ended by SIGTERM.
 """
 
-import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from math import inf
 from pathlib import Path
-from types import FrameType, GenericAlias
+from types import GenericAlias
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from balance.config import Option, load_config, options_of
-from balance.errors import ConfigError, IsobatchError
+from balance.errors import ConfigError, IsobatchError, first_line, os_reason
+from balance.interface.consoles import escape_what_does_not_fit, flush_results, messages
+from balance.interface.interrupts import StopSignals
+from balance.interface.visible_text import visible_line
 
-FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 """Exit statuses; the last two, by the shells' convention, of what Ctrl-C and SIGTERM stopped."""
-
-SAME_PRESS_S = 1.0
-"""Interrupts that come within this time of one are the same wish."""
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
@@ -38,21 +35,8 @@ ConfigOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
-messages = Console(stderr=True)
-"""Progress and messages; standard output is for results."""
-
-PIPE_WIDTH = 10_000
-"""Columns of results that go to a file or another program: lines are not wrapped there."""
-
 Config = TypeVar("Config")
 Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def results() -> Console:
-    """Standard output; wrapped on a terminal only, or to the COLUMNS that are asked for."""
-    console = Console()
-    fits = console.is_terminal or "COLUMNS" in os.environ
-    return console if fits else Console(width=PIPE_WIDTH)
 
 
 def new_app(name: str, text: str) -> typer.Typer:
@@ -111,55 +95,56 @@ def read_config(kind: type[Config], context: typer.Context, *, command: str) -> 
 
 def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
     """Run the call in `sys.argv`: an error of the user is one line and an exit status."""
-    came = _interrupt_once()
+    signals = StopSignals()
+    try:
+        try:
+            signals.begin()
+            message, status = _outcome(app, program)
+        finally:
+            signals.hold()  # nothing may come before a line, or in the middle of it
+    except (typer.Abort, KeyboardInterrupt):
+        message, status = stopped, INTERRUPTED
+    except SystemExit:  # who raised it has said why
+        signals.end(has_line=True)
+        raise
+    except Exception:
+        # an interrupt in the middle of an import or of a library's code may come out as another one
+        if not signals.came:
+            raise
+        message, status = stopped, INTERRUPTED
+    if signals.came and status != DONE:  # a worker that got the signal too has perhaps failed first
+        is_term = signal.SIGTERM in signals.came
+        message, status = stopped, TERMINATED if is_term else INTERRUPTED
+    if status != DONE:
+        print_error(message)
+    signals.end(has_line=status != DONE)  # a second signal ends the cleaning up at once
+    if status != DONE:
+        sys.exit(status)
+
+
+def _outcome(app: typer.Typer, program: str) -> tuple[str, int]:
+    """Run the call; -> the line that says what is wrong, and the exit status."""
+    escape_what_does_not_fit()
     try:
         if len(sys.argv) == 1:
             sys.argv.append("--help")
         # typer turns an interrupt into this status
         if app(standalone_mode=False) == INTERRUPTED:
             raise KeyboardInterrupt
+        flush_results()
     except UsageError as error:
-        fail(f"{error.format_message()} ({program} --help, {program} COMMAND --help)", WRONG_CALL)
-    except (typer.Abort, KeyboardInterrupt):
-        _set_handlers(signal.SIG_IGN)  # nothing may come before the line below
-        print_error(stopped)
-        _set_handlers(signal.SIG_DFL)  # a second signal ends the cleaning up at once
-        sys.exit(TERMINATED if signal.SIGTERM in came else INTERRUPTED)
+        said = f"{error.format_message()} ({program} --help, {program} COMMAND --help)"
+        return said, WRONG_CALL
     except ConfigError as error:
-        fail(str(error), WRONG_CALL)
+        return str(error), WRONG_CALL
     except IsobatchError as error:
-        fail(str(error), FAILED)
+        return str(error), FAILED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}", FAILED)
-
-
-def _interrupt_once() -> list[int]:
-    """Make SIGTERM as clean as Ctrl-C, and Ctrl-C pressed twice at once as clean as once; the list
-    has what has come.
-
-    Shells make background jobs of scripts ignore Ctrl-C, and only that. What a second interrupt
-    raises in the middle of cleaning up, perhaps nobody can catch.
-    """
-    came: list[int] = []
-    again = 0.0
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal again
-        came.append(number)
-        if time.monotonic() >= again:
-            again = time.monotonic() + SAME_PRESS_S
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, stop)
-    return came
-
-
-def _set_handlers(handler: signal.Handlers) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+        return f"{where}{os_reason(error)}", FAILED
+    except MemoryError as error:
+        return f"out of memory: {first_line(error)}", FAILED
+    return "", DONE
 
 
 def fail(message: str, status: int) -> NoReturn:
@@ -170,7 +155,8 @@ def fail(message: str, status: int) -> NoReturn:
 
 def print_error(message: str) -> None:
     """Print one error line."""
-    messages.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    text = escape(visible_line(message))
+    messages.print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
 
 
 def _plain(value: object) -> object:

@@ -42,7 +42,7 @@ class AudioRule:
     """Frames whose tokens attend to each other, whole chunks; None: all of a window."""
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_positive(self, most=2**31 - 1)
         if self.window_frames % self.frames_per_token:
             raise ConfigError(
                 f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"

@@ -6,8 +6,9 @@ rules are `balance.media.rules`. 5 to 11 us for a new size, .4 us for one seen b
 
 from functools import lru_cache
 
+from balance.errors import ConfigError
 from balance.media.rules import VisionRule
-from balance.media.rules.base import ImagePlan, ImageRejected
+from balance.media.rules.base import MOST_VALUE, ImagePlan, ImageRejected
 
 __all__ = ["ImagePlan", "ImageRejected", "plan_image"]
 
@@ -34,4 +35,8 @@ def _plan(rule: VisionRule, width: int, height: int, images: int) -> ImagePlan:
     if width < 1 or height < 1:
         detail = f"image of {width} x {height} pixels: a side has no pixels; remove it"
         raise ImageRejected("empty_image", detail)
-    return rule.plan_one_of(images, width, height)
+    plan = rule.plan_one_of(images, width, height)
+    if max(plan.num_patches, plan.num_vit_tokens, plan.num_image_tokens) > MOST_VALUE:
+        found = f"makes more than {MOST_VALUE:,} tokens of an image of {width} x {height} pixels"
+        raise ConfigError(f"the model's rule for images {found}; its preset or its files are wrong")
+    return plan

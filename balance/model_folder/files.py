@@ -4,7 +4,6 @@ The edge of `balance.model_folder`, which is pure otherwise; `packer.text.tokeni
 through it too. Downloads are huggingface_hub's (an extra): cached, and read from the cache offline.
 """
 
-import json
 import logging
 import re
 import tomllib
@@ -12,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, Self
 
 from balance.config import config_root
-from balance.errors import ConfigError, first_line
+from balance.errors import ConfigError, first_line, os_reason
+from balance.interface.visible_text import shown
 from balance.model_folder.json_table import Json, JsonTable
+from balance.plain_values import parse_json, read_text
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """OWNER/NAME; a tokenizer's may be a single word."""
@@ -44,12 +46,13 @@ class FileSource:
     def find(cls, source: str | Path, kind: str, *, hub_id: re.Pattern[str] = HUB_ID) -> Self:
         """The folder, that of a file, or a Hub repository. ConfigError for anything else."""
         path = Path(source).expanduser()
-        folder = path.parent if path.is_file() else path
-        if folder.is_dir():
+        folder = path.parent if isfile(path) else path
+        if isdir(folder):
             return cls(kind, str(folder), folder)
         if isinstance(source, str) and hub_id.fullmatch(source):
             return cls(kind, source, None)
-        raise ConfigError(f"{kind} {source}: no such folder or file, nor a Hub id (OWNER/NAME)")
+        given = source if str(source).isprintable() and len(str(source)) < 1000 else shown(source)
+        raise ConfigError(f"{kind} {given}: no such folder or file, nor a Hub id (OWNER/NAME)")
 
     def read(self, name: str, *, required: bool = False) -> str | None:
         """A file's text, or None if there is no such file; ConfigError if it cannot be read.
@@ -59,10 +62,12 @@ class FileSource:
         if self.folder is None:
             return self._read_hub(name, required=required)
         try:
-            return (self.folder / name).read_text("utf-8")
+            return read_text(self.folder / name)
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{self.folder / name}: cannot be read: {os_reason(error)}") from None
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{self.folder / name}: cannot be read: {error}") from None
 
     def read_object(self, name: str, *, required: bool = False) -> Json:
@@ -104,10 +109,7 @@ def quiet_hub() -> Iterator[None]:
 
 def parse_object(text: str | None, where: str) -> Json:
     """A JSON object; empty for no text. ConfigError for anything else."""
-    try:
-        values = json.loads(text or "{}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    values = parse_json(text or "{}", where)
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: contains a {type(values).__name__}, not a JSON object")
     return values

@@ -6,7 +6,7 @@ of transformers. Files are read in `balance.model_folder.files`; the families' r
 """
 
 from collections.abc import Callable
-from pathlib import Path
+from os.path import expanduser, isdir
 
 from balance.config import preset_names
 from balance.errors import ConfigError
@@ -72,7 +72,7 @@ def is_folder(source: str) -> bool:
     """
     if source.endswith(".toml") or source in preset_names("models"):
         return False
-    return "/" in source or Path(source).expanduser().is_dir()
+    return "/" in source or isdir(expanduser(source))
 
 
 def model_from_files(files: ModelFiles) -> ModelPreset:

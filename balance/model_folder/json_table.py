@@ -5,9 +5,12 @@ from its class; so does this. Every mistake is a ConfigError that names the file
 """
 
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 from balance.errors import ConfigError
+from balance.interface.visible_text import shown
+from balance.plain_values import MOST_INTEGER
 
 Json = dict[str, Any]
 
@@ -49,23 +52,23 @@ class JsonTable:
             value = value[0]  # (14, 14): a square
         if isinstance(value, dict) and set(value) == {"height", "width"}:
             value = value["height"] if value["height"] == value["width"] else value
-        if type(value) is not int or value < 1:
-            raise self.wrong(key, "give a positive integer")
+        if type(value) is not int or not 1 <= value <= MOST_INTEGER:
+            raise self.wrong(key, "give a positive integer of at most 64 bits")
         return value
 
     def whole(self, key: str) -> int:
         """An integer of 0 or more; 0 if there is none."""
         value = self.value(key)
         value = 0 if value is None else value
-        if type(value) is not int or value < 0:
-            raise self.wrong(key, "give 0 or a positive integer")
+        if type(value) is not int or not 0 <= value <= MOST_INTEGER:
+            raise self.wrong(key, "give 0 or a positive integer of at most 64 bits")
         return value
 
     def number(self, key: str) -> float:
         """A number greater than 0."""
         value = self.value(key)
-        if type(value) not in (int, float) or value <= 0:
-            raise self.wrong(key, "give a number greater than 0")
+        if not _is_finite(value) or value <= 0:
+            raise self.wrong(key, "give a number greater than 0 that is finite")
         return float(value)
 
     def text(self, key: str) -> str:
@@ -79,8 +82,8 @@ class JsonTable:
         """A list of integers; empty if there is none."""
         value = self.value(key)
         value = [] if value is None else list(value) if isinstance(value, list | tuple) else value
-        if not isinstance(value, list) or any(type(each) is not int for each in value):
-            raise self.wrong(key, "give a list of integers")
+        if not isinstance(value, list) or not all(_is_integer(each) for each in value):
+            raise self.wrong(key, "give a list of integers of at most 64 bits")
         return value
 
     def triple(self, key: str) -> tuple[float, float, float]:
@@ -88,8 +91,8 @@ class JsonTable:
         value = self.value(key)
         values = [value] * 3 if type(value) in (int, float) else value
         is_list = isinstance(values, list | tuple) and len(values) == 3
-        if not is_list or any(type(each) not in (int, float) for each in values):
-            raise self.wrong(key, "give three numbers")
+        if not is_list or not all(map(_is_finite, values)):
+            raise self.wrong(key, "give three numbers that are finite")
         red, green, blue = map(float, values)
         return red, green, blue
 
@@ -122,8 +125,16 @@ class JsonTable:
         """The error for a value, to be raised."""
         if key not in self._values:
             return ConfigError(f"{self.where}: has no {key}; {advice}")
-        return ConfigError(f"{self.where}: {key} is {self._values[key]!r}; {advice}")
+        return ConfigError(f"{self.where}: {key} is {shown(self._values[key])}; {advice}")
 
     def _first(self, keys: tuple[str, ...]) -> str:
         given = [key for key in keys if key in self._given]
         return next(iter([*given, *[key for key in keys if key in self._values], *keys]))
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -MOST_INTEGER <= value <= MOST_INTEGER
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_integer(value) or (type(value) is float and isfinite(value))

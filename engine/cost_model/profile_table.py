@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from balance.errors import ConfigError, first_line
+from balance.plain_values import parse_json, read_text
 from balance.types import BoolArray, FloatArray, IntArray
 from engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from engine.cost_model.loads import Loads, PhaseLoads
@@ -123,7 +124,9 @@ def write_profile(profile: Profile, path: Path) -> None:
 def read_profile(path: str | Path) -> Profile:
     """Read a profile. ConfigError if the file is not a profile, or of another version."""
     try:
-        values = json.loads(Path(path).read_text("utf-8"))
+        values = parse_json(read_text(path), f"{path}: not a profile", exact=True)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a profile: {first_line(error)}") from None
     try:

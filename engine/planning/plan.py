@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from balance.config import build_config
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError, DataError, os_reason
+from balance.interface.visible_text import shown
+from balance.plain_values import parse_json, read_text
 from balance.presets import ModelPreset, model_from_dict, model_to_dict
 from balance.types import BoolArray, IntArray
 from engine.cost_model.analytical import layer_costs
@@ -30,6 +32,8 @@ PLAN_VERSION = 2
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
 _FOUND = ("layer_names", "borders", "recompute", "gap")
+_MODE_IN = ("parallel", "training")
+"""Inputs that had parts of the mode in version 1."""
 _KEYS = ("version", "inputs", "inputs_hash", *_FOUND, "predicted")
 _TABLES: dict[str, type] = {"cluster": Cluster, "parallel": Parallelism, "training": Training}
 _INPUTS = ("model", *_TABLES, *_NUMBERS, "full", "loads")
@@ -254,13 +258,14 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(path: str | Path) -> Plan:
     """Read a plan. DataError if there is no such file; ConfigError as `plan_from_json`."""
     try:
-        values = json.loads(Path(path).read_text("utf-8"))
+        text = read_text(path)
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}; give the plan.json that `python -m engine plan` wrote"
+            f"{path}: {os_reason(error)}; give the plan.json that `python -m engine plan` wrote"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
+    values = parse_json(text, str(path), DataError, exact=True)
     return plan_from_json(values, where=str(path))
 
 
@@ -270,18 +275,20 @@ def _loads_from_json(values: dict[str, Any], where: str) -> Loads:
         for column in columns.values():
             if not isinstance(column, list) or any(type(value) is not int for value in column):
                 raise ConfigError(f"{where}: loads are not lists of integers")
-    return Loads.of_lists(values)
+    try:
+        return Loads.of_lists(values)
+    except ValueError as error:  # lists of other lengths
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _with_mode(inputs: dict[str, Any], version: int, where: str) -> dict[str, Any]:
     """Two tables with the mode as `TrainingMode`; version 1 had its parts in both."""
-    parallel, training = dict(inputs["parallel"]), inputs["training"]
+    parallel, training = (_table(inputs[name], f"{where}, {name}") for name in _MODE_IN)
     if version == 1:
-        training = dict(training)
         training["mode"] = {
             "precision": "bf16",
-            "gradients": "fp32" if training.pop("gradient_bytes") == 4 else "bf16",
-            "zero_stage": parallel.pop("zero_stage"),
+            "gradients": "fp32" if training.pop("gradient_bytes", 4) == 4 else "bf16",
+            "zero_stage": parallel.pop("zero_stage", None),
         }
     _require_keys(training, {f.name for f in fields(Training)}, f"{where}, training")
     names = {f.name for f in fields(TrainingMode)}
@@ -292,6 +299,13 @@ def _with_mode(inputs: dict[str, Any], version: int, where: str) -> dict[str, An
 
 def _hash(inputs: Any) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _table(values: Any, where: str) -> dict[str, Any]:
+    """A copy of a table."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: is {shown(values)}, but should be a table")
+    return dict(values)
 
 
 def _require_keys(values: Any, wanted: set[str], where: str) -> dict[str, Any]:

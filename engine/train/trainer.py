@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import ConfigError, DataError
+from balance.interface.consoles import print_line
 from engine.charts.trace import make_trace
 from engine.cost_model.training_mode import TrainingMode
 from engine.planning.plan import Plan, read_plan
@@ -121,7 +122,7 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
     if config.trace and last is not None:
         _write_trace(run.pipeline, last, config.trace)
     if config.export and run.model.export(run.pipeline, config.export):
-        print(f"wrote {config.export}")
+        print_line(f"wrote {config.export}")
     if config.state and run.step > first and is_first_rank():
         print(f"saved after step {run.step - 1}")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, os_reason
+from balance.interface.visible_text import visible_line
 from balance.types import COUNT_COLUMNS, IntArray
 from loaders.online.records import Records
 
@@ -66,7 +67,8 @@ class LengthTable:
             try:
                 self._write(self._file, samples, rows)
             except OSError as error:  # on this rank alone: the others would wait for it
-                warnings.warn(f"{self._file}: lengths are not kept: {error.strerror}", stacklevel=2)
+                why = f"{self._file}: lengths are not kept: {os_reason(error)}"
+                warnings.warn(visible_line(why), stacklevel=2)
                 self._file = None
 
     def _write(self, file: Path, samples: IntArray, rows: NDArray[np.int32]) -> None:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits
-from balance.interface.command_line import messages
+from balance.interface.consoles import messages
+from balance.interface.visible_text import visible
 from balance.model_folder.find_model import find_model, is_folder
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
@@ -29,7 +30,6 @@ from packer.count.record_table import RecordTable, read_records
 from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.count.staging import never_read_in
 from packer.demo.dataset import demo_tokenizer_path
-from packer.format_text import visible
 from packer.progress import StageProgress
 from packer.records.fields import NeverRead, add_columns, add_never_read, never_read_line
 from packer.records.reading import DEFAULT_READING, Reading

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import DataError
-from balance.interface.command_line import messages
+from balance.interface.consoles import messages
 from balance.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
 from loaders.online._exchange import Cancelled, RankExchange
 from loaders.online._length_table import REJECTED, ROW, SOURCE, STATUS, UNKNOWN, USABLE, LengthTable

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from balance.errors import DataError
+from balance.interface.visible_text import visible_line
 from balance.types import COUNT_COLUMNS, BoolArray, IntArray
 from loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
 from loaders.online.lengths import SampleLengths
@@ -178,6 +179,6 @@ class RecordReader:
         named = f"sample {first.sample_id!r} (record {first.index}): {first.reason}: {first.detail}"
         if not self._may_lose:
             raise DataError(f"{named}; restore it, or use on_error='skip'")
-        warnings.warn(f"left out: {named}", stacklevel=2)
+        warnings.warn(visible_line(f"left out: {named}"), stacklevel=2)
         self._lost |= {each.index for each in lost}
         self.lengths.lose(lost)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from balance.errors import ConfigError
+from balance.interface.visible_text import shown
 
 STATE_VERSION = 3
 _REFUSALS = {
@@ -18,6 +19,10 @@ _REFUSALS = {
     "regroup": "give the loader the regroup and regroup_window of the run that saved it",
 }
 """Key of a state -> why one with another value is refused."""
+
+_NUMBERS = ("consumed", "given", "passed", "step", "began", "length", "ranks")
+_LISTS = ("spare", "carried", "owners")
+"""Keys of a state's stream that are counts, or lists of groups' or ranks' numbers."""
 
 
 def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
@@ -63,3 +68,7 @@ def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
         raise ConfigError(f"state has the keys {given}; a state of this loader has {sorted(own)}")
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")
+    for key, value in (state["stream"] or {}).items():
+        numbers = value if key in _LISTS and isinstance(value, list) else [value]
+        if key in (*_NUMBERS, *_LISTS) and not all(type(n) is int for n in numbers):
+            raise ConfigError(f"state has {key} {shown(value)}; give what `state_dict()` returned")

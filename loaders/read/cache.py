@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from balance.errors import os_reason
+from balance.interface.visible_text import visible_line
 from loaders.read._cache_quota import Quota, locked
 
 
@@ -119,8 +121,8 @@ class Cache:
                 return
             self.is_storing = False
         warnings.warn(
-            f"cache {self._root}: {error.strerror or error}; going on without storing more in it. "
-            "Free disk space, or give another cache_dir or a smaller cache_bytes",
+            f"cache {visible_line(str(self._root))}: {os_reason(error)}; going on without storing "
+            "more in it. Free disk space, or give another cache_dir or a smaller cache_bytes",
             RuntimeWarning,
             stacklevel=2,
         )

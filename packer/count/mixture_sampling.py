@@ -42,6 +42,7 @@ def _wanted(dataset: Dataset, sizes: IntArray) -> list[int]:
         raise DataError(
             f"mixture {dataset.name}: {empty} has no usable sample, so no weight can be kept"
         )
+    # MixturePart and read_mixture bound weights, repeats and num_samples
     shares = weights / weights.sum()
     total = float(np.min(sizes / shares)) if dataset.num_samples is None else dataset.num_samples
     return [round(total * share) for share in shares.tolist()]

@@ -9,7 +9,9 @@ import json
 from rich.console import Console
 from rich.text import Text
 
-from packer.format_text import capitalised, counted, size_text, visible
+from balance.interface.consoles import foreign
+from balance.interface.visible_text import visible, visible_line
+from packer.format_text import capitalised, counted, size_text
 from packer.inspect.token_text import Piece, PieceKind
 from packer.inspect.view import GroupView, ImageView, SampleView
 
@@ -23,9 +25,9 @@ NO_TOKENIZER = "Token ids, because a build holds no tokenizer: give --tokenizer 
 
 def print_group(view: GroupView, console: Console) -> None:
     """Print a group; control characters of the data are printed as escapes."""
-    why = f" ({view.why})" if view.why else ""
+    why = f" ({foreign(view.why)})" if view.why else ""
     console.print(f"[bold]{group_title(view)}[/]{why}", highlight=False)
-    console.print(f"{view.shard}, {size_text(view.num_bytes)}", highlight=False)
+    console.print(f"{foreign(view.shard)}, {size_text(view.num_bytes)}", highlight=False)
     for label, used, cap in load_rows(view):
         console.print(f"{label:<15}{used:>9,} of {cap:>9,}  {_bar(used, cap)}", highlight=False)
     console.print(group_text(view), highlight=False)
@@ -77,7 +79,7 @@ def image_text(image: ImageView) -> str:
 
 def extra_text(name: str, value: object) -> str:
     """A kept column of a sample, in one line."""
-    return f"{visible(name)}: {_cut(visible(json.dumps(value, ensure_ascii=False)))}"
+    return f"{visible_line(name)}: {_cut(visible(json.dumps(value, ensure_ascii=False)))}"
 
 
 def file_text(piece: Piece) -> str:
@@ -98,17 +100,17 @@ def ids_text(piece: Piece, at_most: int | None = None) -> str:
 
 def _print_sample(number: int, sample: SampleView, unit: str, console: Console) -> None:
     console.print()
-    title = f"{number}  {visible(sample.sample_id)}", "bold"
-    console.print(Text.assemble(title, f"  ({visible(sample.source)})"))
+    title = f"{number}  {visible_line(sample.sample_id)}", "bold"
+    console.print(Text.assemble(title, f"  ({visible_line(sample.source)})"))
     _print_indented(Text(sample_text(sample, unit)), console)
     for name, value in sample.extras.items():
         _print_indented(Text(extra_text(name, value)), console)
     for place, image in enumerate(sample.images, start=1):
-        name = f"  {visible(image.name)}" if image.name else ""
+        name = f"  {visible_line(image.name)}" if image.name else ""
         about = f"{image.kind} {place}"
         _print_indented(Text(f"{about}: {image_text(image)}{name}"), console)
         if image.problem:
-            _print_indented(Text(f"{about} {visible(image.problem)}", "bold red"), console)
+            _print_indented(Text(f"{about} {visible_line(image.problem)}", "bold red"), console)
     for place, seconds in enumerate(sample.audio_seconds, start=1):
         _print_indented(Text(f"clip {place}: {seconds:.1f} s"), console)
     content = Text()

@@ -218,7 +218,7 @@ def _group_of(folder: Path, sample_id: str) -> int:
 
 def _demo_tokenizer(manifest: Manifest) -> str | None:
     """The tokenizer that a demo build takes when none is given, if this build took it."""
-    if manifest.values["config"]["dataset"] != DEMO:
+    if manifest.values.get("config", {}).get("dataset") != DEMO:
         return None
     path = str(demo_tokenizer_path())
     try:

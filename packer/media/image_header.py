@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from PIL import Image
 
+from balance.interface.visible_text import visible
 from balance.media.decoder_faults import quiet_decoders
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
 from balance.media.orientation import ORIENTATION_TAG, upright_size
@@ -35,7 +36,7 @@ def _show_named(message: Warning | str, *rest: Any, **more: Any) -> None:
     if sample is None:
         _plain_showwarning(message, *rest, **more)
         return
-    text = " ".join(f"{sample}: {message}".encode("ascii", "backslashreplace").decode().split())
+    text = " ".join(visible(f"{sample}: {message}").split())
     sys.stderr.write(f"note: image of sample {text}\n")
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from balance.baseline_samplers import BATCH_SIZE
 from balance.grouping.caps import GROUPS_LINE
+from balance.interface.consoles import foreign
+from balance.interface.visible_text import visible_line
 from packer.build_dir import REPORT_NAME
-from packer.format_text import counted, seconds_text, share_text, size_text, visible
+from packer.format_text import counted, seconds_text, share_text, size_text
 from packer.records.fields import never_read_line
 from packer.records.record import REASONS
 from packer.report.build_summary import BuildSummary
@@ -56,7 +57,7 @@ def print_report(report: Report, console: Console) -> None:
     least = f"no grouping needs fewer than {max(report.lower_bounds.values()):,}"
     console.print(f"{groups_text(report)} ({least})", highlight=False)
     for line in report.limits_explained:
-        console.print(f"[dim]{escape(line)}[/]")
+        console.print(f"[dim]{foreign(line)}[/]")
     _print_table(balance_table(report), console)
     console.print(f"[dim]{CAPTION}[/]")
     _print_table(shuffle_table(report), console)
@@ -65,15 +66,15 @@ def print_report(report: Report, console: Console) -> None:
         _print_table(source_table(report), console, "source")
         console.print(f"[dim]{SOURCE_CAPTION}[/]")
     if unread := never_read_line(report.never_read, most=None):
-        _print(console, f"[yellow]note:[/] {escape(visible(unread))}")
+        _print(console, f"[yellow]note:[/] {foreign(unread)}")
     for note in report.notes:
-        console.print(f"[yellow]note:[/] {note}")
+        console.print(f"[yellow]note:[/] {foreign(note)}")
 
 
 def samples_text(report: Report) -> str:
     """The sum that must come out: every sample read is packed or rejected. Markup of rich."""
     repeated = f" + {report.num_repeated:,} repeated" if report.num_repeated else ""
-    reasons = ", ".join(f"{escape(reason)} {count:,}" for reason, count in report.rejected.items())
+    reasons = ", ".join(f"{foreign(reason)} {count:,}" for reason, count in report.rejected.items())
     read = f"{counted(report.num_read, 'samples')} read{repeated}"
     rejected = f"{report.num_rejected:,} rejected{f' ({reasons})' if reasons else ''}"
     return f"{read} = [bold]{report.num_packed:,} packed[/] + {rejected}"
@@ -162,7 +163,7 @@ def _print_table(figures: FigureTable, console: Console, first: str = "micro-bat
     for name, cells in figures.rows.items():
         style = "bold green" if name == "ours" else None
         style = "dim" if name in TITLES and name not in TABLE_3 else style
-        table.add_row(escape(TITLES.get(name, name)), *cells, style=style)
+        table.add_row(foreign(TITLES.get(name, name)), *cells, style=style)
     console.print(table)
 
 
@@ -173,7 +174,7 @@ def print_build(summary: BuildSummary, report: Report, console: Console) -> None
     """Print what a build did; `report` is of the same build."""
     if summary.already_complete:
         hint = "nothing to do (--overwrite builds it again)"
-        _print(console, f"{escape(summary.out)} is a finished build of these settings; {hint}")
+        _print(console, f"{foreign(summary.out)} is a finished build of these settings; {hint}")
     _print(console, samples_text(report))
     _print(console, groups_text(report))
     console.print()
@@ -181,12 +182,12 @@ def print_build(summary: BuildSummary, report: Report, console: Console) -> None
     console.print()
     for line in (line for line in report.limits_explained if line.startswith(GROUPS_LINE)):
         _print(
-            console, f"[bold]{'groups':<{LABEL_WIDTH}}[/]{escape(line.removeprefix(GROUPS_LINE))}"
+            console, f"[bold]{'groups':<{LABEL_WIDTH}}[/]{foreign(line.removeprefix(GROUPS_LINE))}"
         )
     for label, line in _lines(summary, read_manifest(summary.out).values):
-        _print(console, f"[bold]{label:<{LABEL_WIDTH}}[/]{escape(line)}")
+        _print(console, f"[bold]{label:<{LABEL_WIDTH}}[/]{foreign(line)}")
     for note in (*_tokenizer_notes(summary), *report.notes):
-        _print(console, f"[yellow]note:[/] {escape(note)}")
+        _print(console, f"[yellow]note:[/] {foreign(note)}")
 
 
 def _print_ratios(report: Report, console: Console) -> None:
@@ -212,11 +213,11 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
     for number, (reason, entry) in enumerate(summary.rejected.items()):
         words = REASONS.get(reason, reason)
         label = "" if number else "rejected"
-        yield label, f"{entry.number:,} {reason}: {words}; first: {visible(entry.first)}"
+        yield label, f"{entry.number:,} {reason}: {words}; first: {visible_line(entry.first)}"
     if summary.rejected:
         yield "", f"all of them: {join(summary.out, REJECTED_NAME)}"
     if line := never_read_line(summary.never_read):
-        yield "note", visible(line)
+        yield "note", visible_line(line)
     shards, place = manifest["shards"], join(summary.out, "shards")
     size = size_text(sum(shard["size"] for shard in shards))
     yield "shards", f"{len(shards):,} in {place} ({manifest['format']}), {size}"

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
+from balance.interface.consoles import foreign
 from balance.model_folder.files import quiet_hub
 from balance.presets import DatasetPreset, load_dataset
 from packer.sources.base import Located, Source, incomplete
@@ -264,9 +264,11 @@ def print_datasets(console: Console) -> None:
     heading = "what it is, and what it needs under --data-root"
     table = Table("name", heading, box=None, pad_edge=False)
     for dataset in list_datasets():
-        needs = [f"  [bold]{escape(place)}[/]: {escape(origin)}" for place, origin in dataset.needs]
-        lines = [escape(dataset.description), *needs]
-        table.add_row(f"[bold]{escape(dataset.name)}[/]", "\n".join(lines))
+        needs = [
+            f"  [bold]{foreign(place)}[/]: {foreign(origin)}" for place, origin in dataset.needs
+        ]
+        lines = [foreign(dataset.description), *needs]
+        table.add_row(f"[bold]{foreign(dataset.name)}[/]", "\n".join(lines))
     console.print(table, highlight=False)
 
 

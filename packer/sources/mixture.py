@@ -1,14 +1,14 @@
 """Mixtures of datasets: TOML, presets, InternVL's meta JSON, LLaVA-NeXT's YAML."""
 
-import json
 import re
-import tomllib
 from dataclasses import dataclass, field, replace
+from os.path import exists, isfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from balance.config import build_config, config_root, preset_names
+from balance.config import build_config, config_root, preset_names, read_toml
 from balance.errors import ConfigError, DataError
+from balance.plain_values import parse_json, read_text
 from packer.sources.base import incomplete
 from packer.sources.columns import named_columns
 from packer.sources.hub import parse_hub_id
@@ -17,6 +17,12 @@ from packer.sources.trainers.energon import expanded, read_yaml
 from shards.folders import is_uri, join, open_folder, split
 
 PEEK_BYTES = 1 << 16
+MOST_SAMPLES = 2**32
+"""Samples of a mixture: groups of them are arrays in memory."""
+LEAST_SHARE = 1e-9
+"""Of a dataset with a weight: one sample of a thousand million."""
+MOST_OF = {"weight": 1e15, "repeat": 2**20, "limit": 2**63 - 1}
+"""Largest value of each number of a dataset: what they come to together fits 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +47,9 @@ class MixturePart:
         if not self.dataset.strip() or (self.data_root is not None and not self.data_root.strip()):
             raise ConfigError("an empty dataset or data_root; give a name, a path or a URI")
         for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
-            if value is not None and value <= 0:
-                raise ConfigError(f"{key} is {value}; it must be greater than 0")
+            if value is not None and not 0 < value <= MOST_OF[key]:
+                most = f"at most {MOST_OF[key]:,}"
+                raise ConfigError(f"{key} is {value}; it must be greater than 0 and {most}")
         parse_sampling(self.sampling)
         named_columns(self.columns.items())
         if self.weight is not None and self.repeat != 1.0:
@@ -65,6 +72,17 @@ class Mixture:
     datasets: tuple[MixturePart, ...]
     num_samples: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_samples is not None and not 0 < self.num_samples <= MOST_SAMPLES:
+            allowed = f"it must be greater than 0 and at most {MOST_SAMPLES:,}"
+            raise ConfigError(f"num_samples is {self.num_samples}; {allowed}")
+        weights = [part.weight for part in self.datasets if part.weight is not None]
+        if weights and min(weights) < LEAST_SHARE * sum(weights):
+            raise ConfigError(
+                f"weight {min(weights)} is less than {LEAST_SHARE:g} of all weights: leave that"
+                " dataset out, or give it more"
+            )
+
 
 def is_mixture(place: str) -> bool:
     """Whether a dataset's name or place means a mixture file."""
@@ -72,19 +90,16 @@ def is_mixture(place: str) -> bool:
         return True
     if place not in preset_names("datasets"):
         return False
-    return "datasets" in tomllib.loads(_preset_path(place).read_text("utf-8"))
+    return "datasets" in read_toml(_preset_path(place), place)
 
 
 def read_mixture(place: str) -> Mixture:
     """A mixture by a preset's name or from a TOML file; ConfigError says which key is wrong."""
     is_file = place.endswith(".toml")
     path = Path(place) if is_file else _preset_path(place)
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    if not exists(path):
+        raise DataError(f"{path}: cannot be read: No such file or directory")
+    values = read_toml(path, str(path))
     values.setdefault("name", path.stem)
     entries = values.pop("datasets", None)
     if not isinstance(entries, list) or not entries:
@@ -115,7 +130,7 @@ def _beside(folder: Path, part: MixturePart) -> MixturePart:
     found: dict[str, Any] = {}
     for key in ("dataset", "data_root"):
         place = getattr(part, key)
-        if place and not is_uri(place) and (folder / place).exists():
+        if place and not is_uri(place) and exists(folder / place):
             found[key] = str((folder / place).resolve())
     return replace(part, **found)
 
@@ -145,7 +160,7 @@ def _is_there(place: str, data_root: str | None) -> bool:
         full = join(data_root, place)
     without_split = full.rpartition("@")[0] or full
     if not is_uri(full):
-        return Path(full).exists() or Path(without_split).exists()
+        return exists(full) or exists(without_split)
     folder, name = split(without_split)
     try:
         return open_folder(without_split).has_folder("") or open_folder(folder).info(name).size >= 0
@@ -159,8 +174,8 @@ _BRACES = re.compile(r".*\{[^{}]*\}\.json")
 def is_onevision(place: str) -> bool:
     """Whether a place is LLaVA-NeXT's: a YAML file with `datasets`, or `a/{x,y}.json`."""
     if _BRACES.fullmatch(place):
-        return not Path(place).exists()
-    return Path(place).suffix in (".yaml", ".yml") and Path(place).is_file()
+        return not exists(place)
+    return Path(place).suffix in (".yaml", ".yml") and isfile(place)
 
 
 def read_onevision(place: str) -> Mixture:
@@ -202,11 +217,11 @@ def read_onevision(place: str) -> Mixture:
 def is_meta(place: str) -> bool:
     """Whether a file is InternVL's meta JSON: name -> {root, annotation, repeat_time, ...}."""
     path = Path(place)
-    if path.suffix != ".json" or not path.is_file() or path.stat().st_size > PEEK_BYTES * 16:
+    if path.suffix != ".json" or not isfile(path) or path.stat().st_size > PEEK_BYTES * 16:
         return False
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError, OSError):
+        values = parse_json(read_text(path), place)
+    except (ValueError, OSError):  # not the file that this looks for
         return False
     entries = list(values.values()) if isinstance(values, dict) else []
     return bool(entries) and all(isinstance(e, dict) and "annotation" in e for e in entries)
@@ -216,7 +231,7 @@ def read_meta(place: str) -> Mixture:
     """InternVL's meta JSON: `repeat_time` is our repeat; `length`, a count, is not used."""
     path = Path(place)
     parts = []
-    for name, entry in json.loads(path.read_text("utf-8")).items():
+    for name, entry in parse_json(read_text(path), place).items():
         repeat = entry.get("repeat_time", 1)
         root = entry.get("root") or None
         values = {"dataset": entry["annotation"], "name": name, "data_root": root, "repeat": repeat}

@@ -198,8 +198,10 @@ class ChatTokenizer:
         template = choose_template(files, chat_template)
         try:
             return cls(files, template, markup, audio_markup, video_markup, day)
+        except ConfigError:
+            raise
         # a config written by hand, of some other shape
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
             ) from None

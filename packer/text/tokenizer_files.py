@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from balance.errors import ConfigError
 from balance.model_folder.files import FileSource
+from balance.plain_values import read_text
 from shards.stored_group import Int32Array
 
 NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -155,7 +156,7 @@ def choose_template(files: TokenizerFiles, wanted: str | None) -> str:
     if "{" in wanted:
         return wanted
     try:
-        return Path(wanted).read_text("utf-8")
+        return read_text(wanted)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat template {wanted}: not one of {sorted(named)}, nor a readable file: {error}"

@@ -3,7 +3,17 @@
 import math
 from dataclasses import dataclass
 
-from balance.media.rules.base import CropsRule, ImagePlan, PicturePlan, PlaceOn, ResizeTo, Size
+from balance.errors import ConfigError
+from balance.interface.visible_text import shown
+from balance.media.rules.base import (
+    MOST_VALUE,
+    CropsRule,
+    ImagePlan,
+    PicturePlan,
+    PlaceOn,
+    ResizeTo,
+    Size,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +28,13 @@ class AnyresRule(CropsRule):
     anyres_max: int | None = None
     """LLaVA-OneVision, `anyres_max_9`: features above those of so many crops are made fewer. It
     also takes several images of a sample without tiles."""
+
+    def __post_init__(self) -> None:
+        CropsRule.__post_init__(self)
+        sides = [side for pinpoint in self.grid_pinpoints for side in pinpoint]
+        if not sides or min(sides) < self.image_size or max(sides) > MOST_VALUE:
+            given = f"grid_pinpoints are {shown(self.grid_pinpoints)}"
+            raise ConfigError(f"{given}; give pairs of pixels, none below image_size")
 
     @property
     def looks_at_sample(self) -> bool:

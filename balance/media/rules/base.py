@@ -18,6 +18,12 @@ Size = tuple[int, int]
 BLACK = (0, 0, 0)
 
 
+MOST_VALUE = 2**31 - 1
+"""Largest number of a rule: counts are int32 in every artefact."""
+MOST_CROPS = 4096
+"""Crops of an image: those of a grid are listed, and no encoder takes so many."""
+
+
 class ImageRejected(MediaRejected):
     """The model's processor would refuse an image of this size."""
 
@@ -124,7 +130,7 @@ class PixelRule:
     """Names of `ImagePlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_positive(self, most=MOST_VALUE)
         if min(self.std) <= 0:
             raise ConfigError(f"std = {list(self.std)}: must be greater than 0")
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+from balance.errors import ConfigError
 from balance.media.rules.base import (
+    MOST_CROPS,
     ImagePlan,
     MarkupPart,
     NativeSizeRule,
@@ -27,6 +29,11 @@ class SlicesRule(NativeSizeRule):
     max_slices: int
     merge_size: int = _MERGED
     """Side of the square of ViT patches that becomes one LLM token; 2 in the mode "4x"."""
+
+    def __post_init__(self) -> None:
+        NativeSizeRule.__post_init__(self)
+        if self.max_slices > MOST_CROPS:
+            raise ConfigError(f"max_slices = {self.max_slices}: give at most {MOST_CROPS:,}")
 
     part_names: ClassVar[tuple[str, ...]] = ("whole", "slice", "row_break")
 

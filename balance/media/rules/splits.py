@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+from balance.errors import ConfigError
 from balance.media.rules.base import (
+    MOST_CROPS,
     CropsRule,
     ImagePlan,
     ImageRejected,
@@ -29,6 +31,13 @@ class SplitsRule(CropsRule):
     longest_side: int
     split: bool = True
     """False: the whole image only."""
+
+    def __post_init__(self) -> None:
+        CropsRule.__post_init__(self)
+        longest, most_tiles = min(self.longest_side, LARGEST_SIDE), math.isqrt(MOST_CROPS)
+        if longest > most_tiles * self.image_size:
+            most = f"{longest} pixels on a side are more than {most_tiles} tiles"
+            raise ConfigError(f"image_size = {self.image_size}: {most}; give a larger one")
 
     part_names: ClassVar[tuple[str, ...]] = ("tile", "row", "whole", "single")
 

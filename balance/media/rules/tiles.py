@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from balance.media.rules.base import CropsRule, ImagePlan, PicturePlan, ResizeTo
+from balance.errors import ConfigError
+from balance.media.rules.base import MOST_CROPS, CropsRule, ImagePlan, PicturePlan, ResizeTo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,13 @@ class TilesRule(CropsRule):
     min_patches: int = 1
     max_patches: int
     thumbnail: bool = True
+
+    def __post_init__(self) -> None:
+        CropsRule.__post_init__(self)
+        if not self.min_patches <= self.max_patches <= MOST_CROPS:
+            given = f"min_patches = {self.min_patches}, max_patches = {self.max_patches}"
+            allowed = f"at most {MOST_CROPS:,}, the first not above the other"
+            raise ConfigError(f"{given}: give {allowed}")
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The closest grid of tiles, and a thumbnail if it has several."""

@@ -77,7 +77,7 @@ class SampledRule:
     """Names of `VideoPlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_positive(self, most=2**31 - 1)
 
     def plan(self, facts: VideoFacts) -> VideoPlan:
         """The plan of a video with pixels and frames. VideoRejected if the model refuses it."""

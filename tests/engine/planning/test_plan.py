@@ -156,5 +156,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     ):
         read_plan(tmp_path / "nothing.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(DataError, match=r"bad.json: not JSON"):
+    with pytest.raises(DataError, match=r"bad.json: not valid JSON"):
         read_plan(tmp_path / "bad.json")

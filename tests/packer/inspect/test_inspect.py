@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from balance.errors import ConfigError, DamagedShard, DataError
+from balance.interface.visible_text import visible
 from packer.build import Builder
 from packer.cli import app
 from packer.config import BuildConfig
 from packer.demo.dataset import demo_tokenizer_path
-from packer.format_text import visible
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from packer.inspect.html import render_group
 from packer.inspect.terminal import print_group

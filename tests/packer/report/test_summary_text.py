@@ -7,9 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from balance.interface.visible_text import visible
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.format_text import share_text, size_text, visible
+from packer.format_text import share_text, size_text
 from packer.progress import StageProgress
 from packer.report.figures import make_report
 from packer.report.terminal import print_build

@@ -154,7 +154,7 @@ def write_build(
             "hash": "",
             "image_token_id": IMAGE_TOKEN,
             "vocab_size": VOCAB_SIZE,
-            "added_tokens": [],
+            "added_tokens": {},
         },
         "limits": {
             "max_seq_len": 4096,
