@@ -11,9 +11,9 @@ into the order of the text, so that all that follows knows markers in order and 
   has none.
 
 A mark that means no file, or one that another has taken, cannot be matched: too many marks, a
-number twice, a number or a name that the record does not have. Markers come first: marks next to
-as many markers as files are letters about those files, not places. Files without a mark come
-before the first question. A record without files of a kind keeps the letters of its marks.
+number twice, a number or a name that the record does not have. Markers come first: next to as many
+markers as files, marks are letters about those files (GIMP's menu `<Image>`), but for a number that
+none of them has. Files without a mark come before the first question. A record without files of a kind keeps the letters of its marks.
 """
 
 import re
@@ -175,8 +175,13 @@ def _matched(
     marks: Sequence[_Mark], named: dict[_Mark, int], num_files: int
 ) -> tuple[list[_Mark], list[_Mark], dict[_Mark, int]]:
     """Marks that are places, those that match no file, and the files that some of them name."""
-    num_free = num_files - len(named) - sum(mark.is_marker for mark in marks)
-    if num_free < 0:  # the markers are the places
+    num_markers = sum(mark.is_marker for mark in marks)
+    if num_markers == num_files:  # the other marks are letters about files that have their places
+        known = {mark.number for mark in named}
+        wrong = (mark for mark in marks if mark.number is not None and mark.number not in known)
+        return [mark for mark in marks if mark.is_marker], list(wrong), {}
+    num_free = num_files - len(named) - num_markers
+    if num_free < 0:  # the markers are places
         num_free += len(named)
         named = {}
     taken: list[_Mark] = []

@@ -63,9 +63,21 @@ UNKNOWN = {
     "a number twice": ("<image1> <image1>", "x", "<image> <image1>"),
     "0 where others do not fit": ("<image0> <image2>", "xy", "<image>\n<image0> <image>"),
     "more marks than images": ("<IMAGE> <IMAGE>", "x", "<image> <IMAGE>"),
-    "a number next to enough markers": ("<image> as in <image1>", "x", "<image> as in <image1>"),
+    "a number of none next to enough markers": ("<image> <image2>", "x", "<image> <image2>"),
     "a path of another file": ("<img>z.jpg</img>", "x", "<image>\n<img>z.jpg</img>"),
 }
+
+
+LETTERS = (
+    ("<image> as in <image1>", "x"),
+    ("<image>Go to <Image>/Filters", "x"),
+    ("<image><image>: <img>y</img>, <|image|>, <ImageHere>", "xy"),
+)
+
+
+@for_each(("text", "images"), LETTERS)
+def test_next_to_as_many_markers_as_images_marks_are_letters(text, images):
+    assert parse(text, list(images)) == (text, list(images))
 
 
 @for_each("case", UNKNOWN)
