@@ -13,7 +13,8 @@ into the order of the text, so that all that follows knows markers in order and 
 A mark that means no file, or one that another has taken, cannot be matched: too many marks, a
 number twice, a number or a name that the record does not have. Markers come first: next to as many
 markers as files, marks are letters about those files (GIMP's menu `<Image>`), but for a number that
-none of them has. Files without a mark come before the first question. A record without files of a kind keeps the letters of its marks.
+none of them has. Files without a mark come before the first question. A record without files of a
+kind keeps the letters of its marks.
 """
 
 import re
