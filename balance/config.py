@@ -121,16 +121,20 @@ def build_config(kind: type[Config], values: Any, *, where: str) -> Config:
         raise ConfigError(f"{where}: unknown key {named}; known: {keys}")
     if missing := _required(known) - values.keys():
         raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
-    check_numbers(values, where)
     frozen, hints = {name: _frozen(value) for name, value in values.items()}, _hints_of(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
             should = _text(hints[name])
             raise ConfigError(f"{where}: {name} is {shown(value)}, but should be {should}")
     try:
-        return kind(**frozen)
-    except ConfigError as error:
+        config = kind(**frozen)
+    except ConfigError as error:  # a field's own range says more than what numbers may be at all
         raise ConfigError(f"{where}: {error}") from None
+    except (ArithmeticError, ValueError):
+        check_numbers(values, where)
+        raise
+    check_numbers(values, where)
+    return config
 
 
 def load_config(

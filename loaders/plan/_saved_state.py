@@ -71,4 +71,5 @@ def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     for key, value in (state["stream"] or {}).items():
         numbers = value if key in _LISTS and isinstance(value, list) else [value]
         if key in (*_NUMBERS, *_LISTS) and not all(type(n) is int for n in numbers):
-            raise ConfigError(f"state has {key} {shown(value)}; give what `state_dict()` returned")
+            what = f"{key} is {shown(value)}; give what `state_dict()` returned"
+            raise ConfigError(f"state of another stream: {what}")

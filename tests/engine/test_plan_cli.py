@@ -236,10 +236,10 @@ def test_a_models_folder_is_planned_like_the_preset_of_its_sizes(call, tmp_path)
         (
             ("plan", *EQUAL, "--memory-gib", "nan"),
             2,
-            "memory_gib is nan; give a finite number",
+            "memory_gib is nan; give more than 0 and at most 1,048,576",
         ),
         (("plan", *EQUAL, "--time-limit", "nan"), 2, "--time-limit"),
-        (("plan", *EQUAL, "--memory-gib", "inf"), 2, "memory_gib is inf; give a finite number"),
+        (("plan", *EQUAL, "--memory-gib", "inf"), 2, "memory_gib is inf; give more than 0"),
         (("plan", *EQUAL, "--memory-gib", "-1"), 2, "memory_gib is -1.0; give more than 0"),
         (
             ("plan", *EQUAL, "--images", "17"),
