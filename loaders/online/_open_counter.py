@@ -50,7 +50,7 @@ def open_counter(
     kind: Any = RecordCounter
     if options.encode is not None:
         kind = partial(EncodedCounter, encode=options.encode, cache_key=options.cache_key)
-    names = ("chat_template", "template_date", "data_root", "keep_columns")
+    names = ("chat_template", "template_date", "data_root", "keep_columns", "columns")
     how = {name: getattr(options, name) for name in _OF_READING}
     kind = partial(kind, reading=Reading(**how, seed=config.seed))
     kind = partial(kind, places=places, **{name: getattr(options, name) for name in names})
@@ -78,7 +78,7 @@ def _check(options: "PackingConfig", config: LoaderConfig) -> None:
             "nothing says what a sample costs; give model=, processor= or encode=, or "
             "measure='own' where items have input_ids"
         )
-    names = ["chat_template", "template_date"] if has_encode else ["cache_key"]
+    names = ["chat_template", "template_date", "columns"] if has_encode else ["cache_key"]
     names += ["tokenizer"] if has_processor else []
     is_alone = has_encode and not has_processor and options.model is None
     names += ["tokenizer", "data_root"] if is_alone else []

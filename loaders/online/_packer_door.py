@@ -4,7 +4,7 @@ For loading without a build: records are counted and tokenised by the packer's o
 are those of a build.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, pairwise
@@ -35,6 +35,7 @@ from packer.records.fields import NeverRead, add_columns, add_never_read, never_
 from packer.records.reading import DEFAULT_READING, Reading
 from packer.records.record import BY_CHOICE, RawRecord
 from packer.records.user_map import ALL_COLUMNS
+from packer.sources.columns import named_columns
 from packer.sources.dataset import Dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
@@ -51,6 +52,7 @@ __all__ = [
     "RecordTable",
     "add_never_read",
     "choose_limits",
+    "column_texts",
     "find_records",
     "never_read_line",
     "visible",
@@ -104,11 +106,12 @@ class CountedRecords:
         return files + sum(each.num_bytes for each in self.encoded if each)
 
 
-def find_records(
+def find_records(  # noqa: PLR0913 - as of `PackingConfig`
     place: str,
     data_root: str | None,
     keep_columns: tuple[str, ...],
     *,
+    columns: Mapping[str, str] | None = None,
     all_columns: bool,
     seed: int,
     shows: bool,
@@ -116,7 +119,12 @@ def find_records(
     """The records of what `packer build --dataset` takes, indexed; `shows` progress."""
     keep = (*keep_columns, ALL_COLUMNS) if all_columns else keep_columns
     progress = StageProgress(messages) if shows else StageProgress()
-    return read_records(place, data_root, keep, seed, progress)
+    return read_records(place, data_root, keep, seed, progress, column_texts(columns))
+
+
+def column_texts(columns: Mapping[str, str] | None) -> tuple[str, ...]:
+    """As `packer build --columns` takes them."""
+    return tuple(f"{ours}={theirs}" for ours, theirs in (columns or {}).items())
 
 
 def write_build(
@@ -181,6 +189,7 @@ class RecordCounter:
         template_date: str | None = None,
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
+        columns: Mapping[str, str] | None = None,
         places: RecordTable | None = None,
         reading: Reading = DEFAULT_READING,
     ) -> None:
@@ -198,6 +207,8 @@ class RecordCounter:
             raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
         self.tokenizer_source = tokenizer
         self._names, self._places = count(), places
+        named = named_columns((columns or {}).items())
+        self._renaming = named if places is None else None  # those of places have our names
         parts = [] if places is None else places.dataset.parts
         self._sources = [(part.name, part.data_root) for part in parts] or [(MEMORY_SOURCE, "/")]
         self._counter = SampleCounter(
@@ -216,6 +227,7 @@ class RecordCounter:
         self.image_token_id = self.tokenizer.image_token_id
         rules = blake2b(repr(self.model).encode(), digest_size=8).hexdigest()
         self.identity = f"{self.model.name} {rules} {self.tokenizer.hash[:16]}"
+        self.identity += f" {column_texts(columns)}" if columns else ""
         if options := reading.identity():
             drawn = {"seed": reading.seed} if reading.answers == "drawn" else {}
             self.identity += f" {options | drawn}"
@@ -283,7 +295,7 @@ class RecordCounter:
     ) -> tuple[pa.RecordBatch, dict[str, bytes]]:
         """Rows as the packer stages them, in order, and the blobs that they name."""
         records = [
-            value if isinstance(value, RawRecord) else _raw(index, value)
+            value if isinstance(value, RawRecord) else self._raw(index, value)
             for index, value in zip(indices.tolist(), values, strict=True)
         ]
         tables, blobs, order = [], {}, np.argsort(parts, kind="stable")
@@ -295,6 +307,13 @@ class RecordCounter:
             tables += counted.table.combine_chunks().to_batches()
             blobs[name] = counted.blob
         return pa.concat_batches(tables).take(pa.array(np.argsort(order))), blobs
+
+    def _raw(self, index: int, value: Any) -> RawRecord:
+        if isinstance(value, BrokenRecord):
+            return RawRecord(index, value.value, value.why, value.reason)
+        if self._renaming is not None and isinstance(value, Mapping):
+            value = self._renaming.apply(value)
+        return RawRecord(index, value)
 
     def group(
         self, parts: Sequence[tuple[CountedRecords, IntArray]], order: IntArray
@@ -331,12 +350,6 @@ class RecordCounter:
             for row, reason, detail in lost
         ]
         return _stored_group(block), changed
-
-
-def _raw(index: int, value: Any) -> RawRecord:
-    if isinstance(value, BrokenRecord):
-        return RawRecord(index, value.value, value.why, value.reason)
-    return RawRecord(index, value)
 
 
 def _with_suffixes(

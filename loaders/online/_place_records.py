@@ -1,9 +1,12 @@
 """Records of a dataset that is named by its place, by the packer's sources."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from balance.errors import ConfigError
 from balance.types import IntArray
@@ -13,6 +16,9 @@ from loaders.online.records import BrokenRecord, Records, Transform
 
 if TYPE_CHECKING:
     from loaders.online.loader import PackingConfig
+
+FIRST_RECORDS, CHECKED_TOGETHER = 1024, 16
+"""Records in which a column must be, and how many are looked at together."""
 
 
 class PlaceRecords(Records):
@@ -65,8 +71,28 @@ def open_records(dataset: Any, packing: "PackingConfig", *, seed: int, shows: bo
         str(dataset),
         packing.data_root,
         packing.keep_columns,
+        columns=packing.columns,
         all_columns=packing.transform is not None,
         seed=seed,
         shows=shows,
     )
     return PlaceRecords(places, packing.transform)
+
+
+def require_columns(records: Records, columns: Mapping[str, str] | None) -> None:
+    """ConfigError if no record in memory, of the first ones, has a column that is named.
+
+    Of a stream nobody knows before it is read.
+    """
+    if not columns or records.places is not None or isinstance(records, StreamRecords):
+        return
+    found, missing = set[str](), set(columns.values())
+    for start in range(0, min(len(records), FIRST_RECORDS), CHECKED_TOGETHER):
+        rows = np.arange(start, min(start + CHECKED_TOGETHER, len(records)))
+        for value in records.take(rows):
+            found |= {str(key) for key in value} if isinstance(value, Mapping) else set()
+        if not (missing := missing - found):
+            return
+    if missing:
+        has = ", ".join(sorted(found))[:300]
+        raise ConfigError(f"columns: no {sorted(missing)[0]!r} in the first records: {has}")

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from balance.errors import ConfigError
 from balance.types import IntArray
-from loaders.online._packer_door import CountedRecords, RecordCounter, write_build
+from loaders.online._packer_door import CountedRecords, RecordCounter, column_texts, write_build
 from loaders.online.records import Records
 from shards.manifest import is_complete
 
@@ -54,6 +54,7 @@ def save_build(
             "template_date": packing.template_date,
             "data_root": packing.data_root,
             "keep_columns": packing.keep_columns,
+            "columns": column_texts(packing.columns),
             "choices": packing.choices,
             "answers": packing.answers,
             "unknown_marks": packing.unknown_marks,

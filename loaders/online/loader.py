@@ -23,7 +23,7 @@ from loaders.online._exchange import RankExchange
 from loaders.online._length_table import LengthTable
 from loaders.online._open_counter import open_counter
 from loaders.online._packer_door import RejectedSample, write_page
-from loaders.online._place_records import open_records
+from loaders.online._place_records import open_records, require_columns
 from loaders.online._save_build import require_place, save_build
 from loaders.online.encoded import Encode
 from loaders.online.lengths import LengthOptions, SampleLengths
@@ -92,6 +92,10 @@ class PackingConfig:
     """
     unknown_marks: Literal["reject", "text"] = "reject"
     """Marks such as `<image3>` that match no file: reject the sample, or keep them as text."""
+    columns: dict[str, str] | None = None
+    """Names that the packer reads -> those of the records: `{"messages": "my_conv"}`, as of
+    `packer build --columns`. Of records in memory, after `transform`.
+    """
     transform: Transform | None = None
     """Function record -> record, called for each record before it is measured or read; it must give
     the same each time.
@@ -154,6 +158,7 @@ class PackingOptions(LoaderOptions, total=False):
     choices: Literal["report", "letters"]
     answers: Literal["first", "drawn", "all"]
     unknown_marks: Literal["reject", "text"]
+    columns: dict[str, str] | None
     transform: Transform | None
     measure: Literal["together", "own"]
     is_sharded: bool
@@ -222,6 +227,7 @@ class BalancedLoader(StepStream):
         if not len(records):
             raise ConfigError("the dataset has no records")
         self._counter = counter = open_counter(packing, config, records.places)
+        require_columns(records, packing.columns)
         self.model, self.vocab_size = counter.model, counter.vocab_size
         self.image_token_id = counter.image_token_id
         self.video_token_id = counter.tokenizer.video_token_id
