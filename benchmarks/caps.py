@@ -6,7 +6,7 @@ FILE: a counts.parquet, or a length file as the OmniBal authors publish them (do
 AI2D and ChartQA of their repository). One core, half a minute. Caps are shown for the default
 grouping and for ISF.
 
-Assumptions: times are `balance.flops` with its default speeds, so trust ratios, not milliseconds. A
+Assumptions: times are `models.flops` with its default speeds, so trust ratios, not milliseconds. A
 rank's micro-batch takes its encoder's and its LLM's time one after the other. A step takes as long
 as its slowest rank, with one micro-batch per rank; idle ranks count. `path`: steps are neighbours
 in stored order, as the loader assigns them; `random`: the same groups shuffled, as in the paper.
@@ -32,15 +32,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from former_order.sort_groups import sort_groups
 
-from balance.flops import FlopsModel, epoch_ms
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.caps import GroupOptions, LimitChoice, choose_limits, choose_limits_omnibal
-from balance.grouping.isf import group_isf
-from balance.metrics import dist_ratio, fill
-from balance.presets import load_model
-from balance.types import Counts, Groups, Limits
-from packer.group import read_lengths
-from shards.tables import counts_arrays
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.caps import (
+    GroupOptions,
+    LimitChoice,
+    choose_limits,
+    choose_limits_omnibal,
+)
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.metrics import dist_ratio, epoch_ms, fill
+from isobatch.common.types import Counts, Groups, Limits
+from isobatch.models.flops import FlopsModel
+from isobatch.models.presets import load_model
+from isobatch.packer.group import read_lengths
+from isobatch.shards.tables import counts_arrays
 
 TOKEN_CAPS = (2048, 4096, 8192)
 VISION_CAPS = (5, 6, 7, 8, *range(9, 17), 18, 20, 22, 24, 26, 28, 29, 30, 31)

@@ -28,18 +28,18 @@ import numpy as np
 import pyarrow as pa
 from tables import DistRatios, as_loaded, console, dist_ratios, new_table, shuffled
 
-from balance.grouping.caps import GroupOptions, over_limits
-from balance.grouping.isf import group_isf
-from balance.metrics import fill
-from balance.types import Counts, Groups, IntArray, Limits
-from packer.group import (
+from isobatch.balance.grouping.caps import GroupOptions, over_limits
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.metrics import fill
+from isobatch.common.types import Counts, Groups, IntArray, Limits
+from isobatch.packer.group import (
     LLM_TOKENS_PER_TILE,
     VIT_TOKENS_PER_TILE,
     Grouping,
     group_counts,
     read_lengths,
 )
-from shards.tables import counts_arrays, source_numbers
+from isobatch.shards.tables import counts_arrays, source_numbers
 
 ITERATIONS = (*range(1, 11), 15, 20, 50)
 NO_CONTEXT = 1 << 30

@@ -43,12 +43,12 @@ from PIL import Image
 from tables import console, new_table
 from tokenizers import Tokenizer
 
-from balance.presets import load_model, model_to_dict
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
-from packer.sources.dataset import find_dataset
-from packer.text.chat_tokenizer import IMAGE_MARKER
+from isobatch.counting.text.chat_tokenizer import IMAGE_MARKER
+from isobatch.models.presets import load_model, model_to_dict
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.sources.dataset import find_dataset
 
 MODEL = "internvl_1_5"
 FAMILIES = (
@@ -185,7 +185,7 @@ def build(raw: Path, out: Path, tokenizer: Path, workers: int) -> BuildRun:
         "workers": workers,
     }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    script = "from packer.cli import main; main()"
+    script = "from isobatch.packer.cli import main; main()"
     command = [sys.executable, "-c", script, "build", *given, "--json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
@@ -353,7 +353,7 @@ def _copy(job: tuple[str, list[str], int, bytes, str]) -> None:
 def reader_peak(raw: Path) -> int:
     """Peak memory in bytes of a process that reads all records and keeps none."""
     script = (
-        "import sys\nfrom packer.sources.dataset import find_dataset\n"
+        "import sys\nfrom isobatch.packer.sources.dataset import find_dataset\n"
         "(part,) = find_dataset(sys.argv[1], None).parts\n"
         "for chunk in part.open().chunks(1024, lambda _: None): pass\n"
         # not ru_maxrss, which begins with what the parent had

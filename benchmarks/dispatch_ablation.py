@@ -46,8 +46,8 @@ from rich.console import Console
 from rich.table import Table
 from tables import new_table
 
-from balance.metrics import FloatArray, dist_ratio
-from engine.dispatching.dispatch import PHASES
+from isobatch.balance.metrics import FloatArray, dist_ratio
+from isobatch.engine.dispatching.dispatch import PHASES
 
 LOSSES_AGREE = 1e-5
 """Relative difference of the variants' losses, at most."""

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gpu import profile_run, train_run
+from gpu import load_run, profile_run, train_run
 from gpu.device import open_bench
 from gpu.report import Report
 
-from balance.errors import IsobatchError, first_line
+from isobatch.common.errors import IsobatchError, first_line
 
-COMMANDS = {"profile": profile_run, "train": train_run}
+COMMANDS = {"profile": profile_run, "train": train_run, "load": load_run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

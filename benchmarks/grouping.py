@@ -36,10 +36,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from former_order.sort_groups import sort_groups  # noqa: E402
 from peer_packers import PEERS, Packer, as_groups, best_fit_online  # noqa: E402
 
-from balance.grouping.best_fit import group_best_fit  # noqa: E402
-from balance.grouping.isf import group_isf  # noqa: E402
-from balance.types import Groups, IntArray, Limits  # noqa: E402
-from packer.group import read_lengths  # noqa: E402
+from isobatch.balance.grouping.best_fit import group_best_fit  # noqa: E402
+from isobatch.balance.grouping.isf import group_isf  # noqa: E402
+from isobatch.common.types import Groups, IntArray, Limits  # noqa: E402
+from isobatch.packer.group import read_lengths  # noqa: E402
 from support.oracles import isf_oracle as plain  # noqa: E402
 from support.oracles.lp_bound import lp_bound  # noqa: E402
 

@@ -16,7 +16,7 @@ initial values depend on the seed alone, so differences are taken seed by seed. 
 of Student's t over seeds. Losses are means over the labels of held-out samples; `sources` is the
 mean of the three sources' losses.
 
-Time is simulated: FLOPs of the tiny model (`balance.flops`), each step as long as its slowest rank.
+Time is simulated: FLOPs of the tiny model (`models.flops`), each step as long as its slowest rank.
 The unit is a step of average work without padding and waiting.
 """
 
@@ -49,11 +49,11 @@ from tables import new_table
 from tiny_vlm import TinyVLM, token_losses
 from torch import Tensor, nn
 
-from balance.loss_weights import LossWeights, sample_weights
-from balance.metrics import gradient_shares, repeated_pairs
-from balance.types import Groups
-from loaders import MicroBatch
-from loaders.decode.log_mel import MEL_BINS
+from isobatch.balance.loss_weights import LossWeights, sample_weights
+from isobatch.balance.metrics import gradient_shares, repeated_pairs
+from isobatch.common.types import Groups
+from isobatch.loaders import MicroBatch
+from isobatch.loaders.decode.log_mel import MEL_BINS
 
 DIVISORS = ("step", "epoch", "sample")
 """`loss_normalizer` with weights of tokens; the last is "epoch" with `loss_weights="sample"`."""

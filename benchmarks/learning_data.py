@@ -24,12 +24,12 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from balance.types import Counts, IntArray, Limits  # noqa: E402
-from loaders import MicroBatch, StreamingLoader  # noqa: E402
-from packer.build import Builder  # noqa: E402
-from packer.config import BuildConfig  # noqa: E402
-from packer.progress import StageProgress  # noqa: E402
-from shards.manifest import read_manifest  # noqa: E402
+from isobatch.common.types import Counts, IntArray, Limits  # noqa: E402
+from isobatch.loaders import MicroBatch, StreamingLoader  # noqa: E402
+from isobatch.packer.build import Builder  # noqa: E402
+from isobatch.packer.config import BuildConfig  # noqa: E402
+from isobatch.packer.progress import StageProgress  # noqa: E402
+from isobatch.shards.manifest import read_manifest  # noqa: E402
 
 SOURCES = ("manuals", "speech", "text")
 MODEL, VOCABULARY = "tiny_audio", 1024

@@ -13,13 +13,13 @@ from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from learning_data import Data
 from numpy.typing import NDArray
 
-from balance.flops import FlopsModel, GpuSpeed
-from balance.grouping.best_fit import group_best_fit
-from balance.metrics import longest, padded_loads
-from balance.order.global_shuffle import MAX_BALANCE
-from balance.presets import load_model
-from balance.types import Groups, IntArray
-from loaders import StreamingLoader
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.metrics import longest, padded_loads
+from isobatch.balance.order.global_shuffle import MAX_BALANCE
+from isobatch.common.types import Groups, IntArray
+from isobatch.loaders import StreamingLoader
+from isobatch.models.flops import FlopsModel, GpuSpeed
+from isobatch.models.presets import load_model
 
 LOADER: dict[str, dict[str, object]] = {"default": {}, "most balanced": {"balance": MAX_BALANCE}}
 """Orders of the loader -> its options."""

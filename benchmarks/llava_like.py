@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from packer.demo.texts import passage
+from isobatch.packer.demo.texts import passage
 
 SOURCES = {
     "coco/train2017": 364,

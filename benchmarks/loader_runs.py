@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counting import MemoryWatch
 from loader_envs import OWN
+
+from counting import MemoryWatch
 
 SCRIPTS = Path(__file__).parent / "loader_peers"
 RUN_S = 600

@@ -36,12 +36,12 @@ import numpy as np
 from scale_builds import write_build, write_sampled_build
 from tables import console, new_table
 
-from balance.order.global_shuffle import DEFAULT_BALANCE, GlobalShuffle
-from balance.types import IntArray
-from loaders.plan.epoch_groups import Regrouped, StoredGroups
-from loaders.plan.mixed_groups import MixedGroups
-from loaders.plan.steps import StepConfig, Steps
-from loaders.read.build import Build, open_builds
+from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, GlobalShuffle
+from isobatch.common.types import IntArray
+from isobatch.loaders.plan.epoch_groups import Regrouped, StoredGroups
+from isobatch.loaders.plan.mixed_groups import MixedGroups
+from isobatch.loaders.plan.steps import StepConfig, Steps
+from isobatch.loaders.read.build import Build, open_builds
 
 SMALL = 5_000
 """Groups of the builds that only compile."""

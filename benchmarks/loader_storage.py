@@ -32,9 +32,9 @@ import pyarrow as pa
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from loaders.read.build import Build, StorageOptions, open_build  # noqa: E402
-from loaders.read.remote import join_ranges  # noqa: E402
-from shards.checksums import group_checksum  # noqa: E402
+from isobatch.loaders.read.build import Build, StorageOptions, open_build  # noqa: E402
+from isobatch.loaders.read.remote import join_ranges  # noqa: E402
+from isobatch.shards.checksums import group_checksum  # noqa: E402
 from support.builds import shard_fixture  # noqa: E402
 from support.servers import S3Server, s3_server  # noqa: E402
 

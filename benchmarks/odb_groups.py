@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from order import Data
 
-from balance.types import IntArray
+from isobatch.common.types import IntArray
 
 Steps = list[list[list[int]]]
 """Of each micro-step: of each rank, its samples."""

@@ -41,12 +41,18 @@ from order import datasets as order_datasets
 from rich.console import Console
 from rich.table import Table
 
-from balance.metrics import dist_ratio, lower_bounds, pad_ratio, padded_loads, source_entropy
-from balance.presets import load_model
-from balance.types import BoolArray, Groups, IntArray, Limits
-from loaders.online.loader import BALANCE
-from loaders.online.own.windows import OwnWindows
-from loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.balance.metrics import (
+    dist_ratio,
+    lower_bounds,
+    pad_ratio,
+    padded_loads,
+    source_entropy,
+)
+from isobatch.common.types import BoolArray, Groups, IntArray, Limits
+from isobatch.loaders.online.loader import BALANCE
+from isobatch.loaders.online.own.windows import OwnWindows
+from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.models.presets import load_model
 
 DEFAULT_WINDOW, ODB_BUFFERS = 2_048, (256, 1_024)
 NAME = "window {:,}"
@@ -151,6 +157,9 @@ class Measured:
 
     def column(self, name: str, samples: IntArray) -> IntArray:
         return getattr(self._data.counts, name)[samples]
+
+    def sorted_sources(self, samples: IntArray) -> IntArray:
+        return self._data.sources[samples]
 
     def choose_limits(self, samples: IntArray) -> Limits:
         return self._data.limits

@@ -65,7 +65,7 @@ from order import Data  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from balance.types import FloatArray  # noqa: E402
+from isobatch.common.types import FloatArray  # noqa: E402
 
 RANKS, MANY_RANKS = 2, (8, 64)
 WEIGHTS = WHOLE, SHARDED = "whole", "sharded"

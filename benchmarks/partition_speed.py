@@ -32,15 +32,15 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from balance.types import IntArray  # noqa: E402
-from engine.cost_model.costs import Costs  # noqa: E402
-from engine.planning.bmp import search_bmp_within  # noqa: E402
-from engine.planning.partition import METHODS, by_step_time  # noqa: E402
-from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
-from engine.planning.search.branch_and_bound import SearchResult, search_exact  # noqa: E402
-from engine.planning.search.limits import SearchLimits  # noqa: E402
-from engine.simulator.evaluate import evaluate  # noqa: E402
-from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
+from isobatch.common.types import IntArray  # noqa: E402
+from isobatch.engine.cost_model.costs import Costs  # noqa: E402
+from isobatch.engine.planning.bmp import search_bmp_within  # noqa: E402
+from isobatch.engine.planning.partition import METHODS, by_step_time  # noqa: E402
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
+from isobatch.engine.planning.search.branch_and_bound import SearchResult, search_exact  # noqa: E402
+from isobatch.engine.planning.search.limits import SearchLimits  # noqa: E402
+from isobatch.engine.simulator.evaluate import evaluate  # noqa: E402
+from isobatch.engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
 from support.costs.random_costs import vlm  # noqa: E402
 
 MARGIN_S = 2.0

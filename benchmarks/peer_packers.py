@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from balance.types import Groups, IntArray
+from isobatch.common.types import Groups, IntArray
 
 SWIFT_BATCH = 1000
 """Samples that ms-swift packs at a time; the last pack of a batch continues in the next."""

@@ -33,11 +33,11 @@ from ablation.variants import Variant
 from papers.datasets import internvl_samples
 from tables import console, new_table
 
-from engine.cost_model.parallel import Parallelism
-from engine.planning.bmp import RADIUS, greedy_anchor, rank_candidates
-from engine.runtime.pipeline import Pipeline
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.planning.bmp import RADIUS, greedy_anchor, rank_candidates
+from isobatch.engine.runtime.pipeline import Pipeline
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
 APART = 0.03

@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 from tables import console, new_table
 
-from balance.media.hf_processor import open_processor
-from balance.media.image_tokens import plan_image
-from balance.media.rules import ProcessorRule, VisionRule
-from balance.model_folder.find_model import find_model
-from loaders.decode import pixels
+from isobatch.loaders.decode import pixels
+from isobatch.models.folder.find_model import find_model
+from isobatch.models.hf_processor import open_processor
+from isobatch.models.image_rules import ProcessorRule, VisionRule
+from isobatch.models.image_tokens import plan_image
 
 SIZES, IMAGES = 60, 20
 

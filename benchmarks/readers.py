@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tables import console, new_table
 
-from packer.sources.detect import locate, open_located
+from isobatch.packer.sources.detect import locate, open_located
 
 ROW_GROUP = 1000
 TARS = 4

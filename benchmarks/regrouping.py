@@ -22,12 +22,12 @@ import numpy as np
 from order import Data, datasets, with_caps
 from tables import console, new_table
 
-from balance.grouping.even_out import group_balanced
-from balance.metrics import dist_ratio
-from balance.order.global_shuffle import epoch_steps
-from balance.order.regroup import regroup
-from balance.rng import SHUFFLE, random_permutation
-from balance.types import Groups, IntArray
+from isobatch.balance.grouping.even_out import group_balanced
+from isobatch.balance.metrics import dist_ratio
+from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.regroup import regroup
+from isobatch.balance.rng import SHUFFLE, random_permutation
+from isobatch.common.types import Groups, IntArray
 
 LONG = 32_768
 SPARE = 0.001

@@ -36,17 +36,17 @@ import pyarrow.compute as pc
 from rich.table import Table
 from tables import DistRatios, Method, as_loaded, console, method_of, new_table, shuffled
 
-from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
-from balance.errors import DataError, IsobatchError
-from balance.grouping.caps import GroupOptions
-from balance.media.image_tokens import ImageRejected, plan_image
-from balance.media.rules import TilesRule, VisionRule
-from balance.presets import load_model
-from balance.types import Counts, Groups, IntArray
-from packer.count.sample_counter import CountSettings, SampleCounter
-from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
-from packer.group import group_counts
-from packer.sources.dataset import find_dataset
+from isobatch.balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.errors import DataError, IsobatchError
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.counting.sample_counter import CountSettings, SampleCounter
+from isobatch.models.image_rules import TilesRule, VisionRule
+from isobatch.models.image_tokens import ImageRejected, plan_image
+from isobatch.models.presets import load_model
+from isobatch.packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
+from isobatch.packer.group import group_counts
+from isobatch.packer.sources.dataset import find_dataset
 
 VIT_PATCH, MERGED = 14, 28
 """Pixels of a ViT patch, and of the 2 x 2 that become one LLM token."""

@@ -31,11 +31,11 @@ sys.path.insert(0, str(ROOT))
 from ablation.stand_in import stand_ins  # noqa: E402
 
 from benchmarks.tables import console, new_table  # noqa: E402
-from engine.runtime.pipeline import Pipeline, PipelineOptions  # noqa: E402
-from engine.simulator.program import make_program  # noqa: E402
-from engine.simulator.schedule import make_schedule  # noqa: E402
-from engine.simulator.simulate import simulate  # noqa: E402
-from engine.simulator.stages import StageCosts  # noqa: E402
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions  # noqa: E402
+from isobatch.engine.simulator.program import make_program  # noqa: E402
+from isobatch.engine.simulator.schedule import make_schedule  # noqa: E402
+from isobatch.engine.simulator.simulate import simulate  # noqa: E402
+from isobatch.engine.simulator.stages import StageCosts  # noqa: E402
 
 SCHEDULES = {
     "1f1b": 1,

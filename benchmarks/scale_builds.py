@@ -12,13 +12,13 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from papers.datasets import internvl_samples
 
-from balance.grouping.best_fit import group_best_fit
-from balance.presets import load_model, model_to_dict
-from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
-from shards.folders import open_folder
-from shards.index import BATCH_ROWS, INDEX_COLUMNS, INDEX_NAME, find_batches, index_schema
-from shards.manifest import BuildFile, write_manifest
-from shards.tables import COUNTS_NAME, GROUPS_NAME, groups_table
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.common.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
+from isobatch.models.presets import load_model, model_to_dict
+from isobatch.shards.folders import open_folder
+from isobatch.shards.index import BATCH_ROWS, INDEX_COLUMNS, INDEX_NAME, find_batches, index_schema
+from isobatch.shards.manifest import BuildFile, write_manifest
+from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, groups_table
 
 GROUP_BYTES = 200_000
 LIMITS = Limits(max_seq_len=8_192, max_vision=24, min_seq_len=0, min_vision=0)

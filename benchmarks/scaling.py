@@ -32,9 +32,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.isf import group_isf
-from balance.types import Limits
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.common.types import Limits
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 CHUNK = 1 << 20

@@ -27,11 +27,11 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from engine.simulator import program, schedule  # noqa: E402
-from engine.simulator.evaluate import memory_of  # noqa: E402
-from engine.simulator.program import make_program  # noqa: E402
-from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
-from engine.simulator.simulate import critical_path, simulate  # noqa: E402
+from isobatch.engine.simulator import program, schedule  # noqa: E402
+from isobatch.engine.simulator.evaluate import memory_of  # noqa: E402
+from isobatch.engine.simulator.program import make_program  # noqa: E402
+from isobatch.engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
+from isobatch.engine.simulator.simulate import critical_path, simulate  # noqa: E402
 from support.costs.random_steps import as_oracle, random_stages  # noqa: E402
 from support.oracles.simulation_oracle import Pipeline  # noqa: E402
 

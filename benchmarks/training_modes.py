@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.optimizer.main_weights import local_part
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.optimizer.main_weights import local_part
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
 
 WIDTH, LAYERS, TOKENS, STEPS = 512, 4, 64, 7
 MIB = 2**20

@@ -36,25 +36,25 @@ sys.path[:0] = [str(ROOT)]
 from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
 from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
 
-from balance.grouping.even_out import group_balanced  # noqa: E402
-from balance.presets import load_model  # noqa: E402
-from balance.steps.step_planner import StepRequest  # noqa: E402
-from balance.types import Limits  # noqa: E402
-from engine.cost_model.loads import (  # noqa: E402
+from isobatch.balance.grouping.even_out import group_balanced  # noqa: E402
+from isobatch.balance.steps.step_planner import StepRequest  # noqa: E402
+from isobatch.common.types import Limits  # noqa: E402
+from isobatch.engine.cost_model.loads import (  # noqa: E402
     Loads,
     packed_loads,
     sample_loads,
 )
-from engine.simulator.evaluate import schedule_for  # noqa: E402
-from engine.simulator.program import make_program  # noqa: E402
-from engine.simulator.simulate import simulate  # noqa: E402
-from engine.simulator.stages import stage_costs  # noqa: E402
-from engine.tuning._order_search import lower_bound  # noqa: E402
-from engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
-from engine.tuning.pack import pack_in_order  # noqa: E402
-from engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
-from engine.tuning.step_planner import TunedSteps  # noqa: E402
-from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune  # noqa: E402
+from isobatch.engine.simulator.evaluate import schedule_for  # noqa: E402
+from isobatch.engine.simulator.program import make_program  # noqa: E402
+from isobatch.engine.simulator.simulate import simulate  # noqa: E402
+from isobatch.engine.simulator.stages import stage_costs  # noqa: E402
+from isobatch.engine.tuning._order_search import lower_bound  # noqa: E402
+from isobatch.engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
+from isobatch.engine.tuning.pack import pack_in_order  # noqa: E402
+from isobatch.engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
+from isobatch.engine.tuning.step_planner import TunedSteps  # noqa: E402
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune  # noqa: E402
+from isobatch.models.presets import load_model  # noqa: E402
 
 PAPER_S = {128: 0.2, 1024: 1.5}
 """PipeTune's search time at most (section 5.2)."""

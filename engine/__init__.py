@@ -3,37 +3,63 @@
 Public names are imported when they are first used: planning needs no torch.
 """
 
-from balance.lazy_exports import lazy_exports
+from typing import TYPE_CHECKING
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "engine.charts.gantt": "GanttStep write_gantt",
-        "engine.charts.trace": "write_trace",
-        "engine.cost_model.clusters": "Cluster load_cluster",
-        "engine.cost_model.costs": "Costs",
-        "engine.cost_model.loads": "Loads PhaseLoads sample_loads",
-        "engine.cost_model.parallel": "Parallelism Training",
-        "engine.cost_model.profile_table": "Profile profiled_costs read_profile write_profile",
-        "engine.cost_model.training_mode": "TrainingMode",
-        "engine.dispatching.dispatch": "DispatchOptions DispatchedSteps plan_dispatch",
-        "engine.planning.plan": "Plan PlanRequest read_plan write_plan",
-        "engine.planning.planner": "PlanResult plan",
-        "engine.planning.recompute": "InfeasiblePlan",
-        "engine.simulator.evaluate": "SimulatedStep evaluate",
-        "engine.simulator.schedule": "Schedule make_schedule",
-        "engine.tuning.step_planner": "TunedSteps",
-        "engine.tuning.tune": "PartitionedModel TuneOptions tune",
-        # need torch
-        "engine.runtime.batch_loads": "batch_loads",
-        "engine.runtime.checkpoints.training_state": "Progress load_state save_state",
-        "engine.runtime.communication.feature_all_to_all": "exchange_features",
-        "engine.runtime.communication.process_groups": "sum_gradients",
-        "engine.runtime.models.transformers_models": "from_transformers",
-        "engine.runtime.pipeline": "Pipeline PipelineOptions",
-        "engine.runtime.profiling.measure_layers": "measure_layers",
-        "engine.runtime.profiling.recompute_trials": "AdaptOptions adapt_running",
-        "engine.runtime.stage_io": "LayerStack TensorSpec",
-        "engine.train.models.open_model": "open_model",
-    },
-)
+from isobatch.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from isobatch.engine.charts.gantt import GanttStep as GanttStep
+    from isobatch.engine.charts.gantt import write_gantt as write_gantt
+    from isobatch.engine.charts.trace import write_trace as write_trace
+    from isobatch.engine.cost_model.clusters import Cluster as Cluster
+    from isobatch.engine.cost_model.clusters import load_cluster as load_cluster
+    from isobatch.engine.cost_model.costs import Costs as Costs
+    from isobatch.engine.cost_model.loads import Loads as Loads
+    from isobatch.engine.cost_model.loads import PhaseLoads as PhaseLoads
+    from isobatch.engine.cost_model.loads import sample_loads as sample_loads
+    from isobatch.engine.cost_model.parallel import Parallelism as Parallelism
+    from isobatch.engine.cost_model.parallel import Training as Training
+    from isobatch.engine.cost_model.profile_table import Profile as Profile
+    from isobatch.engine.cost_model.profile_table import profiled_costs as profiled_costs
+    from isobatch.engine.cost_model.profile_table import read_profile as read_profile
+    from isobatch.engine.cost_model.profile_table import write_profile as write_profile
+    from isobatch.engine.cost_model.training_mode import TrainingMode as TrainingMode
+    from isobatch.engine.dispatching.dispatch import DispatchedSteps as DispatchedSteps
+    from isobatch.engine.dispatching.dispatch import DispatchOptions as DispatchOptions
+    from isobatch.engine.dispatching.dispatch import plan_dispatch as plan_dispatch
+    from isobatch.engine.planning.plan import Plan as Plan
+    from isobatch.engine.planning.plan import PlanRequest as PlanRequest
+    from isobatch.engine.planning.plan import read_plan as read_plan
+    from isobatch.engine.planning.plan import write_plan as write_plan
+    from isobatch.engine.planning.planner import PlanResult as PlanResult
+    from isobatch.engine.planning.planner import plan as plan
+    from isobatch.engine.planning.recompute import InfeasiblePlan as InfeasiblePlan
+    from isobatch.engine.runtime.batch_loads import batch_loads as batch_loads
+    from isobatch.engine.runtime.checkpoints.training_state import Progress as Progress
+    from isobatch.engine.runtime.checkpoints.training_state import load_state as load_state
+    from isobatch.engine.runtime.checkpoints.training_state import save_state as save_state
+    from isobatch.engine.runtime.communication.feature_all_to_all import (
+        exchange_features as exchange_features,
+    )
+    from isobatch.engine.runtime.communication.process_groups import sum_gradients as sum_gradients
+    from isobatch.engine.runtime.models.transformers_models import (
+        from_transformers as from_transformers,
+    )
+    from isobatch.engine.runtime.pipeline import Pipeline as Pipeline
+    from isobatch.engine.runtime.pipeline import PipelineOptions as PipelineOptions
+    from isobatch.engine.runtime.profiling.measure_layers import measure_layers as measure_layers
+    from isobatch.engine.runtime.profiling.recompute_trials import AdaptOptions as AdaptOptions
+    from isobatch.engine.runtime.profiling.recompute_trials import adapt_running as adapt_running
+    from isobatch.engine.runtime.stage_io import LayerStack as LayerStack
+    from isobatch.engine.runtime.stage_io import TensorSpec as TensorSpec
+    from isobatch.engine.simulator.evaluate import SimulatedStep as SimulatedStep
+    from isobatch.engine.simulator.evaluate import evaluate as evaluate
+    from isobatch.engine.simulator.schedule import Schedule as Schedule
+    from isobatch.engine.simulator.schedule import make_schedule as make_schedule
+    from isobatch.engine.train.models.open_model import open_model as open_model
+    from isobatch.engine.tuning.step_planner import TunedSteps as TunedSteps
+    from isobatch.engine.tuning.tune import PartitionedModel as PartitionedModel
+    from isobatch.engine.tuning.tune import TuneOptions as TuneOptions
+    from isobatch.engine.tuning.tune import tune as tune
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from balance.config import options_of
-from balance.interface.command_line import (
+from isobatch.common.command_line import (
     ConfigOption,
     JsonOption,
     new_app,
@@ -19,11 +18,12 @@ from balance.interface.command_line import (
     run_app,
     with_options,
 )
-from balance.interface.consoles import SafeConsole, messages, print_line
-from engine.charts.gantt import write_gantt
-from engine.charts.trace import write_trace
-from engine.plan_config import BEST, PlanConfig, changed_request, plan_request
-from engine.plan_report import (
+from isobatch.common.config import options_of
+from isobatch.common.consoles import SafeConsole, messages, print_line
+from isobatch.engine.charts.gantt import write_gantt
+from isobatch.engine.charts.trace import write_trace
+from isobatch.engine.plan_config import BEST, PlanConfig, changed_request, plan_request
+from isobatch.engine.plan_report import (
     chart_step,
     print_plan,
     print_result,
@@ -32,11 +32,11 @@ from engine.plan_report import (
     run_to_json,
     trials_to_json,
 )
-from engine.planning import planner
-from engine.planning.plan import Plan, read_plan, write_plan
-from engine.planning.planner import SimulatedRun
-from engine.planning.schedule_choice import ScheduleTrial, plan_best_schedule
-from engine.planning.search.limits import SearchLimits
+from isobatch.engine.planning import planner
+from isobatch.engine.planning.plan import Plan, read_plan, write_plan
+from isobatch.engine.planning.planner import SimulatedRun
+from isobatch.engine.planning.schedule_choice import ScheduleTrial, plan_best_schedule
+from isobatch.engine.planning.search.limits import SearchLimits
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 WIDTH = 150
@@ -155,7 +155,7 @@ def _forward(name: str, text: str) -> None:
     """Register a command of `engine.train.cli`, which is imported only when it is called."""
 
     def command(context: typer.Context) -> None:
-        from engine.train.cli import run_command  # noqa: PLC0415 - torch takes seconds to import
+        from isobatch.engine.train.cli import run_command  # noqa: PLC0415 - torch takes seconds to import
 
         run_command([name, *context.args])
 

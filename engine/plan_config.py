@@ -6,18 +6,18 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 
-from balance.baseline_samplers import BATCH_SIZE
-from balance.config import Option, check_options, preset_groups, preset_names
-from balance.errors import ConfigError
-from balance.media.rules import NativeSizeRule
-from balance.model_folder.find_model import find_model
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Part, Training
-from engine.cost_model.training_mode import Precision, TrainingMode
-from engine.planning.build_steps import read_build
-from engine.planning.plan import Plan, PlanRequest
-from engine.simulator.schedule import SCHEDULES
+from isobatch.balance.baseline_samplers import BATCH_SIZE
+from isobatch.common.config import Option, check_options, preset_groups, preset_names
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import Parallelism, Part, Training
+from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
+from isobatch.engine.planning.build_steps import read_build
+from isobatch.engine.planning.plan import Plan, PlanRequest
+from isobatch.engine.simulator.schedule import SCHEDULES
+from isobatch.models.folder.find_model import find_model
+from isobatch.models.image_rules import NativeSizeRule
 
 PARTS: tuple[Part, ...] = get_args(Part)
 GIB = 2**30

@@ -8,15 +8,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engine.charts.format_time import time_text
-from engine.charts.gantt import GanttStep, path_parts
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.parallel import head_notes
-from engine.planning.plan import Plan
-from engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
-from engine.planning.schedule_choice import ScheduleTrial
-from engine.planning.search.limits import SearchProgress
-from engine.simulator.schedule import PassKind
+from isobatch.engine.charts.format_time import time_text
+from isobatch.engine.charts.gantt import GanttStep, path_parts
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.parallel import head_notes
+from isobatch.engine.planning.plan import Plan
+from isobatch.engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
+from isobatch.engine.planning.schedule_choice import ScheduleTrial
+from isobatch.engine.planning.search.limits import SearchProgress
+from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30
 

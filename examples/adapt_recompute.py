@@ -11,7 +11,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from engine import (
+from isobatch import StreamingLoader
+from isobatch.engine import (
     AdaptOptions,
     Pipeline,
     adapt_running,
@@ -21,7 +22,6 @@ from engine import (
     read_plan,
     read_profile,
 )
-from loaders import StreamingLoader
 
 
 def main(build: str, measured: str, memory_mib: str) -> list[bool]:

@@ -6,7 +6,7 @@ import torch
 from tiny_vlm import PATCH_SIDE, TOKENS_PER_PATCH, VIT_PATCH_SIDE
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from loaders import StreamingLoader
+from isobatch import StreamingLoader
 
 
 def make_internvl(loader: StreamingLoader, *, seed: int = 0) -> InternVLForConditionalGeneration:

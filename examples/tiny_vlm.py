@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from loaders import MicroBatch, StreamingLoader, shift_labels
+from isobatch import MicroBatch, StreamingLoader, shift_labels
 
 PATCH_SIDE, VIT_PATCH_SIDE, MERGE = 56, 14, 2
 GRID = PATCH_SIDE // VIT_PATCH_SIDE
@@ -148,10 +148,7 @@ def token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def accumulate(model: nn.Module, batches: list[MicroBatch]) -> float:
-    """Add the gradients of a rank's micro-batches; -> their part of the step's loss.
-
-    The divisor is the whole step's, on all ranks: parts and gradients of ranks just add up.
-    """
+    """Add the gradients of a rank's micro-batches; -> their part of the step's loss."""
     total = 0.0
     for batch in batches:
         loss = batch.reduce_loss(token_losses(model(batch), batch))

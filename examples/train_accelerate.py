@@ -2,8 +2,8 @@
 
     accelerate launch --cpu --num_processes 2 examples/train_accelerate.py BUILD OUT [--steps 20]
 
-The loader is registered for checkpoints and not given to `prepare`, which would distribute its
-steps over the ranks a second time. A stopped run may resume with another number of processes.
+The loader is registered for checkpoints and needs no `prepare`: each rank has its own steps. A
+stopped run may resume with another number of processes.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from arguments import parse
 from tiny_internvl import make_internvl
 from tiny_vlm import endless, per_label
 
-from loaders import StreamingLoader, model_inputs
+from isobatch import StreamingLoader, model_inputs
 
 
-def train_step(accelerator, model, config, batches):
+def train_step(accelerator, model, batches):
     """Add the gradients of one step's micro-batches; -> its mean loss per label, over all ranks."""
     total = 0.0
     for number, batch in enumerate(batches, start=1):
-        inputs = send_to_device(model_inputs(batch, config), accelerator.device)
+        inputs = send_to_device(model_inputs(batch, model), accelerator.device)
         # ranks exchange gradients once per step, after the last micro-batch
         last = number == len(batches)
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             loss = model(**inputs).loss
-            # the loss is divided by the divisor of all ranks' step, but DDP takes the mean
-            accelerator.backward(loss * accelerator.num_processes)
+            accelerator.backward(loss)
         total += loss.item()
-    return per_label(accelerator.reduce(torch.tensor(total)).item(), batches)
+    # as DDP averages gradients, a rank's losses are as many times larger as there are ranks
+    return per_label(accelerator.reduce(torch.tensor(total), "mean").item(), batches)
 
 
 def main(argv=None):
@@ -46,7 +46,7 @@ def main(argv=None):
         accelerator.load_state(args.out)
     for step, batches in enumerate(islice(endless(loader), args.steps), start=1):
         optimizer.zero_grad()
-        loss = train_step(accelerator, model, plain.config, batches)
+        loss = train_step(accelerator, model, batches)
         optimizer.step()
         accelerator.print(f"epoch {loader.epoch}  step {step}  loss {loss:.4f}")
         if step % args.save_every == 0 or step == args.steps:

@@ -14,7 +14,7 @@ from arguments import parse
 from tiny_vlm import accumulate, make_model, per_label
 from torch.utils.data import DataLoader
 
-from loaders import StepDataset, StreamingLoader
+from isobatch import StepDataset, StreamingLoader
 
 
 def main(argv=None):

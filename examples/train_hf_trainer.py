@@ -13,7 +13,7 @@ from tiny_internvl import make_internvl
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from loaders import BalancedTrainer, StreamingLoader
+from isobatch import BalancedTrainer, StreamingLoader
 
 
 def make_trainer(build, out, **options):

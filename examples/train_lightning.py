@@ -10,7 +10,7 @@ import torch
 from arguments import parse
 from tiny_vlm import make_model, token_losses
 
-from loaders import StepDataset, StreamingLoader
+from isobatch import StepDataset, StreamingLoader
 
 
 class Module(lightning.LightningModule):
@@ -31,8 +31,7 @@ class Module(lightning.LightningModule):
         no_sync = getattr(self.trainer.strategy.model, "no_sync", contextlib.nullcontext)
         for batch in step.micro_batches:  # ranks exchange gradients after the last one
             with contextlib.nullcontext() if batch is step.micro_batches[-1] else no_sync():
-                loss = batch.reduce_loss(token_losses(self.model(batch), batch))
-                self.manual_backward(loss * self.trainer.world_size)  # DDP takes the ranks' mean
+                self.manual_backward(batch.reduce_loss(token_losses(self.model(batch), batch)))
         optimizer.step()
         self.loader_state = step.state  # not the loader's: Lightning has fetched the next step
 

@@ -10,8 +10,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from engine import Pipeline, PipelineOptions, open_model, read_plan
-from loaders import StreamingLoader
+from isobatch import StreamingLoader
+from isobatch.engine import Pipeline, PipelineOptions, open_model, read_plan
 
 STEPS = 20
 

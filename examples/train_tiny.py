@@ -15,14 +15,14 @@ import torch.distributed as dist
 from arguments import parse
 from tiny_vlm import accumulate, endless, make_model, per_label
 
-from loaders import StreamingLoader
+from isobatch import StreamingLoader
 
 
 def train_step(model, optimizer, batches):
     """One optimizer step; -> its mean loss per label, over all ranks."""
     optimizer.zero_grad()
     loss = torch.tensor(accumulate(model, batches))
-    if dist.is_initialized():  # sums, not means: losses have the whole step's divisor
+    if dist.is_initialized():  # sums, as the loader is told; DDP would take means
         for tensor in (loss, *(weight.grad for weight in model.parameters())):
             dist.all_reduce(tensor)
     optimizer.step()
@@ -35,7 +35,9 @@ def main(argv=None):
         dist.init_process_group("gloo")
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     # the loader takes this rank's part of every step
-    loader = StreamingLoader(args.build, micro_batches_per_step=args.micro_batches_per_step)
+    loader = StreamingLoader(
+        args.build, micro_batches_per_step=args.micro_batches_per_step, gradients="sum"
+    )
     model, done = make_model(loader), 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     parts = {"model": model, "optimizer": optimizer, "loader": loader}

@@ -1,75 +1,33 @@
-"""Balanced micro-batches for training: `from loaders import StreamingLoader`.
+"""Balanced micro-batches for training: `from isobatch import StreamingLoader`.
 
 Imports what every run needs and no more: numba's runtime takes .5 s and 100 MB in every process,
 pandas, which `pyarrow` imports for some conversions, .2 s and 50 MB. So modules that need them are
 imported in the functions that use them; tests/loaders/test_imports.py checks that.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-try:
-    from balance.errors import IsobatchError as _IsobatchError  # noqa: F401
-except ImportError as _error:
-    import balance as _found
-
-    _where = getattr(_found, "__file__", None) or list(_found.__path__)
-    raise ImportError(
-        f"`import balance` finds {_where}, which hides the package `balance` that Isobatch "
-        "installs and `loaders` needs; rename yours, or put it inside a package of yours"
-    ) from _error
-
-try:
-    import torch as _torch  # noqa: F401
-except ModuleNotFoundError as _error:
-    raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'") from _error
-
-from loaders.batch.micro_batch import MicroBatch, shift_labels
-from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.config import LoaderConfig
-from loaders.decode.pixels import normalize
-from loaders.integrations.torch_dataset import Step, StepDataset
-from loaders.loader import StreamingLoader
-from loaders.online.encoded import Encoded
-from loaders.plan.sample_choice import SampleColumns
-from loaders.read.build import StorageOptions
-from loaders.stats import LoaderStats
-from loaders.step_builder import StepBatches
+from isobatch.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from loaders.integrations.hf_trainer import BalancedMixin as BalancedMixin
-    from loaders.integrations.hf_trainer import BalancedTrainer as BalancedTrainer
-    from loaders.online.loader import BalancedLoader as BalancedLoader
-
-__all__ = [
-    "Encoded",
-    "LoaderConfig",
-    "LoaderStats",
-    "MicroBatch",
-    "SampleColumns",
-    "Step",
-    "StepBatches",
-    "StepDataset",
-    "StorageOptions",
-    "StreamingLoader",
-    "model_inputs",
-    "normalize",
-    "shift_labels",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """`BalancedMixin` and `BalancedTrainer`, which need transformers, `BalancedLoader` `packer`."""
-    if name == "BalancedLoader":
-        from loaders.online.loader import BalancedLoader  # noqa: PLC0415
-
-        return BalancedLoader
-    if name in ("BalancedMixin", "BalancedTrainer"):
-        from loaders.integrations import hf_trainer  # noqa: PLC0415
-
-        return getattr(hf_trainer, name)
-    if name == "StreamingTrainer":
-        # `from loaders import` would hide an AttributeError's text
-        raise ImportError(
-            "StreamingTrainer(loader=loader) is now BalancedTrainer(train_dataset=loader)"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from isobatch.loaders.batch.micro_batch import MicroBatch as MicroBatch
+    from isobatch.loaders.batch.micro_batch import shift_labels as shift_labels
+    from isobatch.loaders.batch.model_inputs.inputs import model_inputs as model_inputs
+    from isobatch.loaders.config import LoaderConfig as LoaderConfig
+    from isobatch.loaders.decode.pixels import normalize as normalize
+    from isobatch.loaders.integrations.hf_trainer import BalancedMixin as BalancedMixin
+    from isobatch.loaders.integrations.hf_trainer import BalancedTrainer as BalancedTrainer
+    from isobatch.loaders.integrations.torch_dataset import Step as Step
+    from isobatch.loaders.integrations.torch_dataset import StepDataset as StepDataset
+    from isobatch.loaders.loader import StreamingLoader as StreamingLoader
+    from isobatch.loaders.online.encoded import Encoded as Encoded
+    from isobatch.loaders.online.loader import BalancedLoader as BalancedLoader
+    from isobatch.loaders.plan.sample_choice import SampleColumns as SampleColumns
+    from isobatch.loaders.read.build import StorageOptions as StorageOptions
+    from isobatch.loaders.stats import LoaderStats as LoaderStats
+    from isobatch.loaders.step_builder import StepBatches as StepBatches
+else:
+    if find_spec("torch") is None:
+        raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'")
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

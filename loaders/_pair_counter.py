@@ -6,8 +6,8 @@ and looks for pairs of them in the next epoch's steps: an estimate of `metrics.r
 
 import numpy as np
 
-from balance.metrics import num_pairs
-from balance.types import IntArray
+from isobatch.balance.metrics import num_pairs
+from isobatch.common.types import IntArray
 
 REMEMBERED = 1 << 16
 """Groups of an epoch that are looked for in the next."""

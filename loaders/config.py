@@ -1,7 +1,7 @@
 """Options of a `StreamingLoader`: `LoaderConfig`, and keywords for it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from balance.config import check_names, check_types
-from balance.errors import ConfigError, first_line
-from balance.loss_weights import LossNormalizer, LossWeights
-from balance.order.global_shuffle import DEFAULT_BALANCE, MAX_BALANCE
-from balance.steps.step_planner import StepPlanner
-from loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
-from loaders.plan.scheduled_groups import WeightSchedule
-from loaders.plan.steps import Remainder, StepConfig
-from loaders.ranks import mesh_ranks
-from loaders.read.build import StorageOptions
-from loaders.transforms import BatchTransform, ImageTransform
+from isobatch.balance.loss_weights import LossNormalizer, LossWeights
+from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, MAX_BALANCE
+from isobatch.balance.steps.step_planner import StepPlanner
+from isobatch.common.config import check_names, check_types
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.loaders.batch.joined_gradients import GradientJoin
+from isobatch.loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
+from isobatch.loaders.plan.scheduled_groups import WeightSchedule
+from isobatch.loaders.plan.steps import Remainder, StepConfig
+from isobatch.loaders.ranks import RankChecks, mesh_ranks
+from isobatch.loaders.read.build import StorageOptions
+from isobatch.loaders.transforms import BatchTransform, ImageTransform
 
 AudioForm = Literal["waveform", "features", "windows"]
 Transparency = Literal["drop", "white"]
@@ -37,6 +38,8 @@ _OWN = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_
 _OWN |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
 _OWN |= {"images", "image_transform"}
 """Options that may differ between ranks: their steps are the same."""
+_OF_RANKS = "dp_rank", "dp_world_size", "process_group", "device_mesh", "dp_dims", "check_ranks"
+"""Options that say which ranks there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,11 @@ class LoaderConfig:
     loss_weights: LossWeights = "token"
     """Weight of a label whose sample has n: 1 ("token"), 1 / n ("sample": samples count the same,
     however long) or 1 / sqrt(n) ("square"). All but "token" read each sample's counts at the start.
+    """
+    gradients: GradientJoin | None = None
+    """How the trainer joins the ranks' gradients: "mean" (DDP, FSDP, DeepSpeed) or "sum". By
+    default "mean" where a module of this process is wrapped by one of these; ConfigError with the
+    first loss if none is and torch runs on several ranks. It decides `MicroBatch.loss_divisor`.
     """
     planner: StepPlanner | None = None
     """Planner that packs each step again (`balance.steps.step_planner`); see `StepBatches`."""
@@ -304,6 +312,23 @@ class LoaderConfig:
         )
 
 
+def tell_wrong_options(
+    error: ConfigError, options: Mapping[str, Any], config: LoaderConfig | None = None
+) -> Sequence[int]:
+    """Let other ranks know that this one has no loader, so that none waits; -> all ranks."""
+    of_ranks = {name: options[name] for name in _OF_RANKS if name in options}
+    peers: Sequence[int] = ()
+    for changes in (of_ranks, {}):  # what says which rank this is may be wrong too
+        try:
+            peers = replace(config or LoaderConfig(), **changes).peers()
+            break
+        except ConfigError:
+            continue
+    if len(peers) > 1:
+        RankChecks(peers, 1.0).tell(f"has wrong options: {first_line(error)}")
+    return peers
+
+
 class LoaderOptions(TypedDict, total=False):
     """The fields of `LoaderConfig`, as keywords of `StreamingLoader`."""
 
@@ -328,6 +353,7 @@ class LoaderOptions(TypedDict, total=False):
     regroup_window: int
     loss_normalizer: LossNormalizer
     loss_weights: LossWeights
+    gradients: GradientJoin | None
     planner: StepPlanner | None
     workers: int | None
     prefetch_bytes: int

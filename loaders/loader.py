@@ -8,6 +8,7 @@ stream is the state: a run resumes exactly on any number of ranks.
 
 import os
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -15,25 +16,25 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Unpack
 
-from balance.config import check_names
-from balance.errors import ConfigError, first_line
-from balance.types import BoolArray
-from loaders.batch.micro_batch import MicroBatch
-from loaders.config import LoaderConfig, LoaderOptions
-from loaders.plan.epoch_groups import ChosenGroups, EpochSource, Regrouped, StoredGroups
-from loaders.plan.in_order import InOrder
-from loaders.plan.mixed_groups import MixedGroups
-from loaders.plan.sample_choice import choose_samples
-from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
-from loaders.plan.step_plan import StepPlan
-from loaders.plan.steps import Steps
-from loaders.prefetch import Prefetcher
-from loaders.ranks import RankChecks
-from loaders.read.build import Build, open_builds
-from loaders.read.reader import SampleReader
-from loaders.stats import Meter
-from loaders.step_builder import StepBuilder
-from loaders.step_stream import StepStream
+from isobatch.common.config import check_names
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.common.types import BoolArray
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.config import LoaderConfig, LoaderOptions, tell_wrong_options
+from isobatch.loaders.plan.epoch_groups import ChosenGroups, EpochSource, Regrouped, StoredGroups
+from isobatch.loaders.plan.in_order import InOrder
+from isobatch.loaders.plan.mixed_groups import MixedGroups, waiting_line
+from isobatch.loaders.plan.sample_choice import choose_samples
+from isobatch.loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
+from isobatch.loaders.plan.step_plan import StepPlan
+from isobatch.loaders.plan.steps import Steps
+from isobatch.loaders.prefetch import Prefetcher
+from isobatch.loaders.ranks import RankChecks
+from isobatch.loaders.read.build import Build, open_builds
+from isobatch.loaders.read.reader import SampleReader
+from isobatch.loaders.stats import Meter
+from isobatch.loaders.step_builder import StepBuilder
+from isobatch.loaders.step_stream import StepStream
 
 Url = str | Path
 Datasets = Sequence[tuple[Url, float]] | Mapping[Url, float] | Sequence[Url]
@@ -59,13 +60,19 @@ class StreamingLoader(StepStream):
         config: LoaderConfig | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        if "decode_images" in options:
-            raise ConfigError("decode_images is now images: write images='encoded' for False")
-        check_names(LoaderConfig, options)
-        if not isinstance(config, LoaderConfig | None):
-            raise ConfigError(f"config is {config!r}; give a LoaderConfig, or options as keywords")
-        config = replace(config or LoaderConfig(), **options)
-        rank, size = config.ranks()
+        is_config = isinstance(config, LoaderConfig | None)
+        try:
+            if "decode_images" in options:
+                raise ConfigError("decode_images is now images: write images='encoded' for False")
+            check_names(LoaderConfig, options)
+            if not is_config:
+                given = f"config is {config!r}"
+                raise ConfigError(f"{given}; give a LoaderConfig, or options as keywords")
+            whole = replace(config or LoaderConfig(), **options)
+        except ConfigError as error:
+            tell_wrong_options(error, options, config if is_config else None)
+            raise
+        config, (rank, size) = whole, whole.ranks()
         # fixed now: worker processes, which get a copy, are not in torch.distributed's group
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._url, self._config = url, replace(alone, dp_rank=rank, dp_world_size=size)
@@ -79,6 +86,8 @@ class StreamingLoader(StepStream):
                 self._checks.tell(f"cannot open its build: {first_line(error)}")
             raise
         self._told |= {"dp_rank": str(rank)} | config.shared()
+        if rank == 0 and size > 1 and config.balance and (line := self._waiting_line()):
+            warnings.warn(line, stacklevel=2)
 
     def _open(self) -> None:
         """Open the builds, at the beginning of the first epoch; or none, if anything fails."""
@@ -103,7 +112,7 @@ class StreamingLoader(StepStream):
         self.audio_token_id = manifest.audio_token_id
         weights = [weight for _, weight in datasets]
         chosen = choose_samples(builds, config.sample_choice())
-        source = _epoch_source(builds, datasets, chosen, config)
+        source = self._source = _epoch_source(builds, datasets, chosen, config)
         hashes = ", ".join(build.manifest.hash[:12] for build in builds)
         self._told = {"the build's manifest": hashes, "weights": repr(weights)}
         self._steps = Steps(source, config.step_config(), config.planner)
@@ -113,6 +122,14 @@ class StreamingLoader(StepStream):
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
         self._closed, self._resumes = False, False
+
+    def _waiting_line(self) -> str:
+        """How long ranks will wait since builds differ, at the first step's weights."""
+        source, config = self._source, self._config
+        shape = config.dp_world_size or 1, config.micro_batches_per_step
+        if isinstance(source, MixedGroups | ScheduledGroups):
+            return waiting_line(source.parts, source.shares_at(0), shape)
+        return ""
 
     def _open_again(self) -> None:
         self.__setstate__(self._pickled())
@@ -202,7 +219,7 @@ def _epoch_source(
     ]
     if config.mixing_weights is not None:
         schedule = MixingSchedule(config.mixing_weights, [str(url) for url, _ in datasets])
-        return ScheduledGroups(parts, schedule, config.seed)
+        return ScheduledGroups(parts, schedule, config.seed, config.balance)
     weights = [weight for _, weight in datasets]
     return MixedGroups(parts, weights, config.seed) if len(parts) > 1 else parts[0]
 

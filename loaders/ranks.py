@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from balance.errors import ConfigError, IsobatchError, first_line
+from isobatch.common.errors import ConfigError, IsobatchError, first_line
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 1.0
 """Between two looks at the store: doubled each time, so the wait is at most twice what it must."""

@@ -16,21 +16,21 @@ from typing import Protocol
 
 import torch
 
-from balance.interface.visible_text import visible_line
-from balance.media.rules import NativeSizeRule
-from balance.presets import ModelPreset
-from loaders.batch.collate import collate
-from loaders.batch.micro_batch import MicroBatch
-from loaders.config import LoaderConfig
-from loaders.decode import pixels
-from loaders.plan.selection import Selection, StoredSample
-from loaders.plan.step_plan import StepPlan
-from loaders.plan.steps import Steps
-from loaders.prefetch import PrefetchTask
-from loaders.read.reader import only_media, stored_bytes, without_media
-from loaders.stats import Meter
-from loaders.transforms import SampleSeeds, transform_batch
-from shards.stored_group import StoredGroup
+from isobatch.common.visible_text import visible_line
+from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.decode import pixels
+from isobatch.loaders.plan.selection import Selection, StoredSample
+from isobatch.loaders.plan.step_plan import StepPlan
+from isobatch.loaders.plan.steps import Steps
+from isobatch.loaders.prefetch import PrefetchTask
+from isobatch.loaders.read.reader import only_media, stored_bytes, without_media
+from isobatch.loaders.stats import Meter
+from isobatch.loaders.transforms import SampleSeeds, transform_batch
+from isobatch.models.image_rules import NativeSizeRule
+from isobatch.models.presets import ModelPreset
+from isobatch.shards.stored_group import StoredGroup
 
 AHEAD_BYTES = 64 << 20
 """Bytes requested and not yet taken, at least one step: 16 requests of 4 MB."""
@@ -66,6 +66,10 @@ class SelectionReader(Protocol):
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of pixels, if that is more than the model's rule says."""
+
+    @property
+    def has_videos(self) -> bool:
+        """Whether some of the images are videos, as far as is known."""
 
     @property
     def cache_hits(self) -> int:
@@ -148,25 +152,27 @@ class StepBuilder:
             config.batch_transform or self._pin
         )
         rule, dtype = model.vision, config.pixel_dtype
-        repeats = rule.num_frames if isinstance(rule, NativeSizeRule) else 1
-        repeats = 1 if dtype == torch.uint8 else repeats
-        self._row_bytes = math.prod(pixels.patch_shape(rule)) * dtype.itemsize * repeats
+        self._row_bytes = math.prod(pixels.patch_shape(rule)) * dtype.itemsize
+        self._frames = rule.num_frames if isinstance(rule, NativeSizeRule) else 1
 
     def task(self, plan: StepPlan, epoch: int) -> PrefetchTask[StepPlan, MicroBatch]:
         """What there is to do for a step: a part per micro-batch and per encoder's batch."""
-        make = self._make
+        make, reader = self._make, self._reader
+        # raw rows have one frame, but for those of micro-batches with a video
+        is_whole = self._config.pixel_dtype != torch.uint8 or reader.has_videos
+        row_bytes = self._row_bytes * (self._frames if is_whole else 1)
         parts = [partial(make, plan, epoch, selection) for selection in plan.micro_batches]
         for name, batches in plan.encoders.items():
             parts += [partial(make, plan, epoch, selection, name) for selection in batches]
         return PrefetchTask(
             subject=plan,
             parts=parts,
-            num_bytes=plan.num_pixel_rows * max(self._row_bytes, self._reader.row_bytes)
+            num_bytes=plan.num_pixel_rows * max(row_bytes, reader.row_bytes)
             + plan.num_tokens * TOKEN_BYTES
             + plan.num_audio_tokens * AUDIO_TOKEN_BYTES,
             is_quick=self._may_be_quick
             and not (plan.num_audio_tokens or plan.encoders)
-            and self._reader.is_quick(plan.micro_batches),
+            and reader.is_quick(plan.micro_batches),
         )
 
     def step(self, plan: StepPlan, batches: list[MicroBatch]) -> StepBatches:
@@ -208,12 +214,12 @@ class StepBuilder:
         self, raw: StoredGroup, plan: StepPlan, epoch: int, selection: Selection
     ) -> MicroBatch:
         config, seeds = self._config, None
+        stored = self._reader.stored_samples(selection)
         if config.image_transform is not None or config.batch_transform is not None:
-            stored = self._reader.stored_samples(selection)
             seeds = SampleSeeds(config.seed, epoch, stored)
         batch = collate(raw, self._model, config, plan.totals, seeds)
-        if self._are_padded:
-            batch = replace(batch, is_padded=True)
+        builds = tuple(build for build, *_ in stored)
+        batch = replace(batch, is_padded=self._are_padded, sample_builds=builds)
         if seeds is None or config.batch_transform is None:
             return batch
         return transform_batch(config.batch_transform, batch, raw.where, seeds)

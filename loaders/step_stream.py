@@ -11,16 +11,17 @@ from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
 
-from balance.errors import ConfigError
-from balance.presets import ModelPreset
-from loaders.batch.micro_batch import MicroBatch
-from loaders.config import LoaderConfig
-from loaders.plan.step_plan import StepPlan
-from loaders.plan.steps import Steps
-from loaders.prefetch import Prefetcher
-from loaders.ranks import Awaited, RankChecks
-from loaders.stats import LoaderStats, Meter
-from loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.accelerate_checks import check_accumulation
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.plan.step_plan import StepPlan
+from isobatch.loaders.plan.steps import Steps
+from isobatch.loaders.prefetch import Prefetcher
+from isobatch.loaders.ranks import Awaited, RankChecks
+from isobatch.loaders.stats import LoaderStats, Meter
+from isobatch.loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
+from isobatch.models.presets import ModelPreset
 
 MAX_WORKERS = 8
 """Largest default number of threads: more wait for the interpreter's lock more than they decode."""
@@ -112,6 +113,8 @@ class StepStream:
             self._finish_epoch()
         elif self.is_evaluation and not self._resumes and self.remaining_steps < len(self):
             self._steps.start_epoch(self.epoch)
+        if not self.is_evaluation:
+            check_accumulation()
         self._resumes = False
         self.check_ranks()
         self._steps.check_epoch()

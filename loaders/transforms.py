@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError, first_line
-from balance.rng import TRANSFORMS
-from loaders.batch.micro_batch import MicroBatch
-from loaders.plan.selection import StoredSample
-from shards.stored_group import StoredGroup
+from isobatch.balance.rng import TRANSFORMS
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.plan.selection import StoredSample
+from isobatch.shards.stored_group import StoredGroup
 
 ImageTransform = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
 """(image, generator) -> image, both uint8 (height, width, 3), RGB, of the same size."""

@@ -4,21 +4,28 @@ From Python: `Builder(BuildConfig(dataset="demo", out="packed")).build()`. Publi
 when they are first used, so that `import packer` takes no time.
 """
 
-from balance.lazy_exports import lazy_exports
+from typing import TYPE_CHECKING
 
-__all__, __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "packer.build": "Builder",
-        "packer.config": "BuildConfig",
-        "packer.demo.dataset": "demo_tokenizer_path write_demo",
-        "packer.group": "Grouping group_counts group_files read_lengths",
-        "packer.inspect.html": "write_group_html",
-        "packer.inspect.view": "GroupView inspect_group",
-        "packer.progress": "StageProgress",
-        "packer.report.build_summary": "BuildSummary",
-        "packer.report.figures": "Report make_report",
-        "packer.report.html": "write_html",
-        "packer.verify": "Verification verify_build",
-    },
-)
+from isobatch.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from isobatch.packer.build import Builder as Builder
+    from isobatch.packer.config import BuildConfig as BuildConfig
+    from isobatch.packer.demo.dataset import demo_tokenizer_path as demo_tokenizer_path
+    from isobatch.packer.demo.dataset import write_demo as write_demo
+    from isobatch.packer.group import Grouping as Grouping
+    from isobatch.packer.group import group_counts as group_counts
+    from isobatch.packer.group import group_files as group_files
+    from isobatch.packer.group import read_lengths as read_lengths
+    from isobatch.packer.inspect.html import write_group_html as write_group_html
+    from isobatch.packer.inspect.view import GroupView as GroupView
+    from isobatch.packer.inspect.view import inspect_group as inspect_group
+    from isobatch.packer.progress import StageProgress as StageProgress
+    from isobatch.packer.report.build_summary import BuildSummary as BuildSummary
+    from isobatch.packer.report.figures import Report as Report
+    from isobatch.packer.report.figures import make_report as make_report
+    from isobatch.packer.report.html import write_html as write_html
+    from isobatch.packer.verify import Verification as Verification
+    from isobatch.packer.verify import verify_build as verify_build
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -1,12 +1,12 @@
 """Entry point of the `packer` command and of `python -m packer`."""
 
-from balance.interface.interrupts import quit_on_interrupt
+from isobatch.common.interrupts import quit_on_interrupt
 
 
 def main() -> None:
     """Load the command and run it."""
     quit_on_interrupt()
-    from packer.cli import main as run  # noqa: PLC0415 - this is what takes long
+    from isobatch.packer.cli import main as run  # noqa: PLC0415 - this is what takes long
 
     run()
 

@@ -12,15 +12,15 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from balance.errors import ConfigError, MediaRejected
-from balance.media.audio_tokens import resampled_length
-from packer.media.audio_header import read_audio_header
-from packer.media.image_header import read_header
-from packer.media.video_header import read_video_header
-from packer.records.media import Media, SampleProblem, open_media
-from shards.folders import Folder, is_uri, open_folder
-from shards.manifest import Manifest
-from shards.stored_group import frame_paths
+from isobatch.common.errors import ConfigError, MediaRejected
+from isobatch.counting.headers.audio_header import read_audio_header
+from isobatch.counting.headers.image_header import read_header
+from isobatch.counting.headers.video_header import read_video_header
+from isobatch.counting.records.media import Media, SampleProblem, open_media
+from isobatch.models.audio_tokens import resampled_length
+from isobatch.shards.folders import Folder, is_uri, open_folder
+from isobatch.shards.manifest import Manifest
+from isobatch.shards.stored_group import frame_paths
 
 _NUMBERS = {
     "image": ("image_widths", "image_heights", "image_frames", "image_rates"),

@@ -13,44 +13,54 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import ConfigError
-from balance.flops import FlopsModel
-from balance.interface.consoles import foreign
-from balance.media.hf_processor import open_processor
-from balance.media.rules import ProcessorRule
-from balance.model_folder.find_model import find_model
-from balance.presets import ModelPreset
-from balance.types import Groups, IntArray, Limits
-from packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
-from packer.config import DEMO_MODEL, BuildConfig
-from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out, part_numbers
-from packer.count.pool import map_ordered
-from packer.count.sample_counter import CountSettings
-from packer.count.stage import count_dataset
-from packer.count.staging import (
+from isobatch.common.consoles import foreign
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Groups, IntArray, Limits
+from isobatch.counting.records.fields import NeverRead, add_columns, add_described
+from isobatch.counting.records.user_map import ALL_COLUMNS, load_map
+from isobatch.counting.sample_counter import CountSettings
+from isobatch.counting.text.chat_tokenizer import ChatTokenizer
+from isobatch.models.flops import FlopsModel
+from isobatch.models.folder.find_model import find_model
+from isobatch.models.hf_processor import open_processor
+from isobatch.models.image_rules import ProcessorRule
+from isobatch.models.presets import ModelPreset
+from isobatch.packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
+from isobatch.packer.config import DEMO_MODEL, BuildConfig
+from isobatch.packer.count.mixture_sampling import (
+    copies_per_sample,
+    copy_rows,
+    left_out,
+    part_numbers,
+)
+from isobatch.packer.count.pool import map_ordered
+from isobatch.packer.count.stage import count_dataset
+from isobatch.packer.count.staging import (
     Staging,
     has_videos,
     split_staged,
     staged_extras,
     staged_never_read,
 )
-from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
-from packer.group import Grouping, group_counts
-from packer.progress import StageProgress
-from packer.records.fields import NeverRead, add_columns
-from packer.records.user_map import ALL_COLUMNS, load_map
-from packer.report.build_summary import BuildSummary, count_rejected, nothing_to_pack, require_few
-from packer.sources.columns import parse_columns
-from packer.sources.dataset import DEMO, Dataset, find_dataset
-from packer.text.chat_tokenizer import ChatTokenizer
-from packer.upload import Publisher
-from packer.write.pack_samples import ShardTask, WriteConfig
-from packer.write.write_shards import index_part, plan_shards, sample_bytes, write_shard
-from shards.folders import is_uri, naming_full_disk, on_disk
-from shards.index import merge_index, read_lost
-from shards.manifest import is_complete, write_manifest
-from shards.stored_group import EXTRAS, ExtraTypes
-from shards.tables import (
+from isobatch.packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
+from isobatch.packer.group import Grouping, group_counts
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.build_summary import (
+    BuildSummary,
+    count_rejected,
+    nothing_to_pack,
+    require_few,
+)
+from isobatch.packer.sources.columns import parse_columns
+from isobatch.packer.sources.dataset import DEMO, Dataset, find_dataset, require_all
+from isobatch.packer.upload import Publisher
+from isobatch.packer.write.pack_samples import ShardTask, WriteConfig
+from isobatch.packer.write.write_shards import index_part, plan_shards, sample_bytes, write_shard
+from isobatch.shards.folders import is_uri, naming_full_disk, on_disk
+from isobatch.shards.index import merge_index, read_lost
+from isobatch.shards.manifest import is_complete, write_manifest
+from isobatch.shards.stored_group import EXTRAS, ExtraTypes
+from isobatch.shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
     REJECTED_NAME,
@@ -92,11 +102,16 @@ class Builder:
         self.out = self.publisher.folder if self.publisher else Path(config.out)
         """Folder where the build works."""
         self.staging = Staging(self.out / "staging")
-        self.model = find_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer_source or str(demo_tokenizer_path())
-        self.tokenizer = ChatTokenizer.for_model(
-            self.model, self.tokenizer_path, config.chat_template, config.template_date
-        )
+        try:
+            self.model = find_model(config.model or DEMO_MODEL)
+            self.tokenizer = ChatTokenizer.for_model(
+                self.model, self.tokenizer_path, config.chat_template, config.template_date
+            )
+        except ConfigError as error:  # what else a known dataset lacks is said with it
+            fetch = config.fetch_annotations
+            require_all(config.dataset, config.data_root, error, fetch=fetch)
+            raise
         _check_token(self.model, self.tokenizer)
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
@@ -282,6 +297,7 @@ class Builder:
         for part in dataset.parts:
             columns = found.pop(part.name, {})
             add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
+            add_described(columns, part.located.unread)
             found |= {part.name: columns} if columns else {}
         return found
 
@@ -301,7 +317,7 @@ class Builder:
                 self._group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
-                flops=FlopsModel.of(self.model) if self.model.has_dimensions else None,
+                predictor=FlopsModel.of(self.model) if self.model.has_dimensions else None,
             )
             stage.count(len(counts.table))
         tables = [counts.rejected, reject_rows(counts.table, grouping.over)]

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import ConfigError, DataError
-from balance.presets import ModelPreset, model_to_dict
-from balance.types import COUNT_COLUMNS
-from packer.config import BuildConfig
-from packer.group import Grouping
-from packer.records.user_map import load_map
-from packer.sources.dataset import SHARE_KEYS, Dataset, Part
-from packer.text.chat_tokenizer import ChatTokenizer
-from shards.folders import is_uri, open_folder
-from shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
-from shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
-from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import COUNT_COLUMNS
+from isobatch.counting.records.user_map import load_map
+from isobatch.counting.text.chat_tokenizer import ChatTokenizer
+from isobatch.models.presets import ModelPreset, model_to_dict
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.group import Grouping
+from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
+from isobatch.shards.folders import is_uri, open_folder
+from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
+from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
+from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
 REPORT_NAME = "report.html"
 DEMO_FOLDER = "source"

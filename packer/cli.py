@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from balance.errors import ConfigError
-from balance.grouping.caps import GroupOptions
-from balance.interface.command_line import (
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.command_line import (
     ConfigOption,
     JsonOption,
     new_app,
@@ -18,27 +17,29 @@ from balance.interface.command_line import (
     run_app,
     with_options,
 )
-from balance.interface.consoles import foreign, messages, print_line, results
-from balance.model_folder.find_model import find_model
-from packer.build import Builder
-from packer.build_dir import REPORT_NAME
-from packer.config import BuildConfig
-from packer.count.pool import default_workers
-from packer.format_text import counted
-from packer.group import group_files
-from packer.inspect.html import write_group_html
-from packer.inspect.terminal import group_title, print_group
-from packer.inspect.view import inspect_group
-from packer.progress import StageProgress
-from packer.records.record import REASONS
-from packer.report.build_summary import count_rejected
-from packer.report.figures import make_report
-from packer.report.terminal import print_build, print_report
-from packer.sources.dataset import print_datasets
-from packer.upload import save_html
-from packer.verify import require_intact, verify_build
-from shards.folders import is_uri, join
-from shards.tables import REJECTED_NAME
+from isobatch.common.config import read_toml
+from isobatch.common.consoles import foreign, messages, print_line, results
+from isobatch.common.errors import ConfigError
+from isobatch.common.kept_files import LENGTHS, RECORDS, kept_files, remove_files
+from isobatch.counting.records.record import REASONS
+from isobatch.packer.build import Builder
+from isobatch.packer.build_dir import REPORT_NAME
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.count.pool import default_workers
+from isobatch.packer.format_text import counted
+from isobatch.packer.group import group_files
+from isobatch.packer.inspect.html import write_group_html
+from isobatch.packer.inspect.terminal import group_title, print_group
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.build_summary import count_rejected
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.report.terminal import print_build, print_report
+from isobatch.packer.sources.dataset import print_datasets
+from isobatch.packer.upload import save_html
+from isobatch.packer.verify import require_intact, verify_build
+from isobatch.shards.folders import cache_folder, is_uri, join
+from isobatch.shards.tables import REJECTED_NAME
 
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
@@ -228,6 +229,34 @@ def datasets() -> None:
     print_datasets(results())
 
 
+@app.command()
+def cache(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of lengths_cache, to see its lengths too.", metavar="FOLDER"),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove all that nobody reads just now.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what loaders without a build keep for later runs: records, and lengths."""
+    places = {RECORDS: cache_folder("records")} | ({} if folder is None else {LENGTHS: folder})
+    numbers = {}
+    for kind, place in places.items():
+        freed = remove_files(place, kind, 0) if clean else 0
+        files = kept_files(place, kind)
+        num_bytes = sum(file.num_bytes for file in files)
+        name = "records" if kind == RECORDS else "lengths"
+        numbers[name] = {"folder": str(place), "files": len(files), "bytes": num_bytes}
+        numbers[name]["freed_bytes"] = freed
+        if not as_json:
+            has = f"{counted(len(files), 'files')}, {num_bytes:,} bytes"
+            print_line(f"{name} in {place}: {has}" + f"; {freed:,} bytes removed" * clean)
+    if as_json:
+        print(json.dumps(numbers))
+
+
 def main() -> None:
     """Run the call in `sys.argv`."""
     run_app(app, "packer", stopped="stopped; run the same command again to continue")
@@ -236,13 +265,28 @@ def main() -> None:
 def _builder(context: typer.Context) -> Builder:
     """The build that the command line and its --config ask for."""
     config = read_config(BuildConfig, context, command="packer build")
-    model = find_model(config.model) if config.model else None
-    if model and config.max_seq_len and config.max_seq_len > model.context_len:
+    _note_assumed(context, config)
+    builder = Builder(config, StageProgress(messages))
+    model = builder.model
+    if config.max_seq_len and config.max_seq_len > model.context_len:
         cut = f"is cut to the context of {model.name}, {model.context_len:,}"
         messages.print(
             foreign(f"note: --max-seq-len {config.max_seq_len:,} {cut}"), highlight=False
         )
-    return Builder(config, StageProgress(messages))
+    return builder
+
+
+def _note_assumed(context: typer.Context, config: BuildConfig) -> None:
+    """Say which model, tokenizer and folder the call has left to us."""
+    file = context.params.get("config")
+    from_file = {} if file is None else read_toml(file, f"--config {file}")
+    given = context.params | from_file
+    values = {name: getattr(config, name) for name in ("model", "tokenizer", "out")}
+    assumed = [
+        f"--{name} {value}" for name, value in values.items() if value and not given.get(name)
+    ]
+    if assumed:
+        messages.print(foreign(f"assumed: {' '.join(assumed)} (give others to change them)"))
 
 
 def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:

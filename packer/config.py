@@ -1,17 +1,18 @@
 """Options of `packer build`: command line over TOML file over defaults."""
 
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-from balance.config import Option, check_options, preset_groups, read_preset
-from balance.errors import ConfigError
-from balance.grouping.activation_memory import ActivationBudget
-from balance.grouping.caps import GroupOptions
-from balance.model_folder.find_model import find_model, is_folder
-from packer.count.pool import default_workers
-from packer.records.reading import Answers, Choices, Reading, UnknownMarks
-from packer.sources.dataset import DEMO
-from shards.manifest import ShardFormat
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.config import Option, check_options, preset_groups, read_preset
+from isobatch.common.errors import ConfigError
+from isobatch.counting.records.reading import Answers, Choices, Reading, UnknownMarks
+from isobatch.models.folder.find_model import find_model, is_folder
+from isobatch.models.layer_bytes import activation_budget
+from isobatch.packer.count.pool import default_workers
+from isobatch.packer.sources.dataset import DEMO, usual_model
+from isobatch.shards.manifest import ShardFormat
 
 DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
@@ -61,7 +62,13 @@ class BuildConfig:
             " SOURCE_DATE_EPOCH, else 2026-01-01."
         ),
     ] = None
-    out: Annotated[str, Option("Folder or URI (s3://, gs://, az://) to write to.")]
+    out: Annotated[
+        str,
+        Option(
+            "Folder or URI (s3://, gs://, az://) to write to. Default: {dataset}-packed, in the"
+            " current folder."
+        ),
+    ] = "{dataset}-packed"
     work_dir: str | None = None
     """Folder where a build to a URI is prepared; by default under the user's cache folder."""
     format: Annotated[
@@ -177,6 +184,7 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        self._complete()
         for name in _PLACES:  # an empty path would be the current folder
             if (place := getattr(self, name)) is not None and not place.strip():
                 raise ConfigError(f"--{name.replace('_', '-')} is empty: give a folder or URI")
@@ -189,6 +197,16 @@ class BuildConfig:
                 if name == "tokenizer" and self.model:
                     read_preset("models", self.model)  # what is wrong with that comes first
                 raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
+
+    def _complete(self) -> None:
+        """Give what is left out the value that is usual for the dataset."""
+        model, tokenizer = usual_model(self.dataset)
+        if not self.model:
+            object.__setattr__(self, "model", model)
+        if not self.tokenizer and model and self.model == model:
+            object.__setattr__(self, "tokenizer", tokenizer)
+        name = PurePosixPath(self.dataset.rstrip("/")).name.partition(".")[0] or "dataset"
+        object.__setattr__(self, "out", self.out.replace("{dataset}", name))
 
     @property
     def kept_columns(self) -> tuple[str, ...]:
@@ -224,7 +242,7 @@ class BuildConfig:
             max_seq_len = DEMO_MAX_SEQ_LEN
         if self.memory_gib is not None:
             model = find_model(self.model or DEMO_MODEL)
-            memory = ActivationBudget.of(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
+            memory = activation_budget(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
             if memory.most_tokens(self.max_vision or 0) < 1:
                 beside = f" next to {self.max_vision:,} of vision" if self.max_vision else ""
                 raise ConfigError(

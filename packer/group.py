@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from balance.errors import ConfigError, DataError, first_line
-from balance.flops import FlopsModel
-from balance.grouping.caps import GroupOptions, choose_limits, over_limits
-from balance.grouping.even_out import group_balanced
-from balance.grouping.isf import group_isf
-from balance.plain_values import read_text
-from balance.presets import load_model
-from balance.rng import STORED, random_permutation
-from balance.types import Counts, Groups, Limits
-from packer.config import MOST_TOKENS
-from packer.progress import StageProgress
-from shards.manifest import MANIFEST_NAME
-from shards.tables import (
+from isobatch.balance.grouping.caps import GroupOptions, choose_limits, over_limits
+from isobatch.balance.grouping.even_out import group_balanced
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.rng import STORED, random_permutation
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.common.plain_values import read_text
+from isobatch.common.types import Counts, Groups, Limits
+from isobatch.models.flops import FlopsModel
+from isobatch.models.presets import load_model
+from isobatch.packer.config import MOST_TOKENS
+from isobatch.packer.progress import StageProgress
+from isobatch.shards.manifest import MANIFEST_NAME
+from isobatch.shards.tables import (
     COUNTS_NAME,
     COUNTS_SCHEMA,
     GROUPS_NAME,
@@ -65,11 +65,11 @@ def group_counts(
     *,
     vision_unit: str,
     context_len: int,
-    flops: FlopsModel | None = None,
+    predictor: FlopsModel | None = None,
 ) -> Grouping:
     """Choose caps, reject what exceeds them, group the rest."""
     choice = choose_limits(
-        counts, options, vision_unit=vision_unit, context_len=context_len, flops=flops
+        counts, options, vision_unit=vision_unit, context_len=context_len, predictor=predictor
     )
     limits = choice.limits
     too_long, too_much_vision = over_limits(counts, limits)
@@ -126,7 +126,7 @@ def group_files(
             options,
             vision_unit=vision_unit,
             context_len=MOST_TOKENS,
-            flops=None if with_counts else FlopsModel.of(load_model(LENGTHS_MODEL)),
+            predictor=None if with_counts else FlopsModel.of(load_model(LENGTHS_MODEL)),
         )
         stage.count(len(counts))
     rejected = reject_rows(counts, grouping.over)

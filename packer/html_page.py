@@ -5,9 +5,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from balance.interface.html_page import page
-from balance.interface.visible_text import visible
-from packer.format_text import capitalised, share_text, size_text
+from isobatch.common.html_page import page
+from isobatch.common.visible_text import visible
+from isobatch.packer.format_text import capitalised, share_text, size_text
 
 FOLDER = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from packer.format_text import counted
+from isobatch.packer.format_text import counted
 
 
 @dataclass(slots=True)

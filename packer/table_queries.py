@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from balance.errors import DataError, first_line
+from isobatch.common.errors import DataError, first_line
 
 if TYPE_CHECKING:
     import polars as pl

@@ -14,16 +14,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from balance.errors import DataError
-from packer.build_dir import BUILDING_NAME, ELSEWHERE, REPORT_NAME, TABLE_NAMES, require_ours
-from packer.report.figures import Report, make_report
-from packer.report.html import write_html
-from shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
-from shards.manifest import MANIFEST_NAME
-from shards.tables import COUNTS_NAME, REJECTED_NAME
+from isobatch.common.errors import DataError
+from isobatch.packer.build_dir import (
+    BUILDING_NAME,
+    ELSEWHERE,
+    REPORT_NAME,
+    TABLE_NAMES,
+    require_ours,
+)
+from isobatch.packer.report.figures import Report, make_report
+from isobatch.packer.report.html import write_html
+from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
+from isobatch.shards.manifest import MANIFEST_NAME
+from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME
 
 if TYPE_CHECKING:
-    from shards.object_folder import ObjectFolder
+    from isobatch.shards.object_folder import ObjectFolder
 
 
 class Publisher:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.errors import ConfigError, DamagedShard
-from balance.types import COUNT_COLUMNS
-from packer._verify_media import check_media, require_refs
-from packer.progress import StageProgress
-from shards.folders import Folder, on_disk, open_folder
-from shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
-from shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
-from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
+from isobatch.common.errors import ConfigError, DamagedShard
+from isobatch.common.types import COUNT_COLUMNS
+from isobatch.packer._verify_media import check_media, require_refs
+from isobatch.packer.progress import StageProgress
+from isobatch.shards.folders import Folder, on_disk, open_folder
+from isobatch.shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
+from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
+from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
 MOST_SHOWN = 20
 """Problems that an error lists: of a refs build whose files are gone there are millions."""

@@ -44,7 +44,7 @@ NOT_COMPARED = {"report.html"}
 # Takes steps of two ranks and prints their sample ids; the state travels as a file.
 LOADER = """
 import json, sys
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 build, state_path, steps = sys.argv[1:]
 seen = []
 for rank in range(2):

@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from engine.planning.build_steps import read_build
+from isobatch.engine.planning.build_steps import read_build
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CHARTS = RESULTS / "charts"

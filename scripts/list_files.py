@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "file_tree.md"
-PACKAGES = ("balance", "shards", "packer", "loaders", "engine")
+PACKAGES = ("isobatch", "packer", "loaders", "engine")
 HEAD = """# Every file
 
 Made by `python scripts/list_files.py` from the first lines of the modules' docstrings. `_name.py`

@@ -24,9 +24,9 @@ from typing import Any, Self
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from balance.presets import MediaMarkup
-from packer.demo.dataset import demo_tokenizer_path
-from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
+from isobatch.counting.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
+from isobatch.models.presets import MediaMarkup
+from isobatch.packer.demo.dataset import demo_tokenizer_path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "templates.md"

@@ -21,7 +21,7 @@ from tokenizers import (
     trainers,
 )
 
-from packer.demo.dataset import demo_texts, demo_tokenizer_path
+from isobatch.packer.demo.dataset import demo_texts, demo_tokenizer_path
 
 VOCAB_SIZE = 2000
 SEEDS = range(1000, 1004)

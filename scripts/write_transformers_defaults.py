@@ -3,7 +3,7 @@
     python scripts/write_transformers_defaults.py
 
 What transformers assumes where the files of a model say nothing. The readers of folders
-(balance/model_folder) need it, and packing needs no transformers. A test compares both.
+(isobatch/models/folder) need it, and packing needs no transformers. A test compares both.
 """
 
 import ast

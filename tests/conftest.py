@@ -14,7 +14,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 
-from packer.demo.dataset import write_demo  # noqa: E402
+from isobatch.packer.demo.dataset import write_demo  # noqa: E402
 from support import compile_once  # noqa: E402
 from support.servers import find_weed, s3_server  # noqa: E402
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from balance.errors import IsobatchError
+from isobatch.common.errors import IsobatchError
 from support.builds.packed import build
 from support.builds.raw_data import good_records, write_dataset
 from support.damaged.changes import NoDamage

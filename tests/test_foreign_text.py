@@ -7,11 +7,11 @@ import unicodedata
 import pytest
 from rich.text import Text
 
-from balance.errors import ConfigError, DataError
-from balance.interface.consoles import SafeConsole
-from engine.cli import main as engine
-from loaders.online.loader import BalancedLoader
-from packer.demo.dataset import demo_tokenizer_path
+from isobatch.common.consoles import SafeConsole
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.cli import main as engine
+from isobatch.loaders.online.loader import BalancedLoader
+from isobatch.packer.demo.dataset import demo_tokenizer_path
 from support.builds.command import run_packer
 from support.builds.raw_data import record, write_dataset, write_image
 

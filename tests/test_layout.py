@@ -7,9 +7,9 @@ from functools import cache
 
 from support import ROOT
 
-PACKAGES = ("balance", "shards", "packer", "loaders", "engine")
+PACKAGES = ("isobatch", "packer", "loaders", "engine")
 CODE = (*PACKAGES, "tests", "benchmarks", "examples", "scripts")
-MOST_LINES = 57_500
+MOST_LINES = 58_800
 """Of the product. Shorten before you raise it, and say in the commit what the lines are for."""
 MOST_COLUMNS, MOST_FIRST_LINE, MOST_SIBLINGS = 100, 80, 12
 PRAGMA = re.compile(r"  # (noqa|type: ignore).*")
@@ -27,6 +27,7 @@ def trees():
     found = {}
     for path in files(*PACKAGES):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        name = name if name.startswith("isobatch") else f"isobatch.{name}"
         found[name] = path, ast.parse(path.read_text("utf-8"))
     return found
 

@@ -24,12 +24,12 @@ STARTING = """
 import sys
 print(flush=True)
 sys.argv[0] = "packer"
-from packer.__main__ import main
+from isobatch.packer.__main__ import main
 main()
 """
 STOPPED_IN_EXEC = """
 import sys
-from balance.interface.interrupts import StopSignals
+from isobatch.common.interrupts import StopSignals
 try:
     exec("raise KeyboardInterrupt")
 except KeyboardInterrupt:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from papers.datasets import counts_of
 
-from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
-from balance.grouping.even_out import group_balanced
-from balance.metrics import longest
-from balance.order.global_shuffle import epoch_steps
-from balance.types import Counts, Groups, IntArray, Limits
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.tuning.pack import pack_in_order
+from isobatch.balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
+from isobatch.balance.grouping.even_out import group_balanced
+from isobatch.balance.metrics import longest
+from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.common.types import Counts, Groups, IntArray, Limits
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.tuning.pack import pack_in_order
 
 Steps = tuple[tuple[Groups, ...], ...]
 """[step][replica]: micro-batches of samples, in the order in which they enter."""

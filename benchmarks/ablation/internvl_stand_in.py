@@ -15,21 +15,21 @@ from ablation.plans import CAREFUL, PAPERS, Setting, papers_way, ways_to_train
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, measure
 from ablation.stand_in import stand_ins
 from ablation.variants import Variant
-from balance.presets import load_model
-from balance.types import Counts, Groups, IntArray
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads, sample_loads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.training_mode import TrainingMode
-from engine.planning.bmp import search_bmp
-from engine.planning.partition import METHODS
-from engine.planning.search.branch_and_bound import search_exact
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import Schedule, one_f_one_b
-from engine.simulator.stages import StageCosts
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads, sample_loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.planning.bmp import search_bmp
+from isobatch.engine.planning.partition import METHODS
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import Schedule, one_f_one_b
+from isobatch.engine.simulator.stages import StageCosts
+from isobatch.models.presets import load_model
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
 STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 8

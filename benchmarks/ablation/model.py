@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ablation.shapes import PIXELS, Shape
-from balance.types import LABEL_IGNORE, Counts, IntArray
-from engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
-from engine.train.models.tiny_vlm import TinyBlock
+from isobatch.common.types import LABEL_IGNORE, Counts, IntArray
+from isobatch.engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
+from isobatch.engine.train.models.tiny_vlm import TinyBlock
 
 IMAGE_TOKEN = 0
 

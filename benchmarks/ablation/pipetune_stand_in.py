@@ -13,16 +13,16 @@ from papers.pipetune_tables import MAX_SEQ_LEN, make_pipeline, most_that_fits
 from ablation.plans import CAREFUL, PAPERS
 from ablation.ranks import GIB, Row, Step, measure
 from ablation.stand_in import stand_ins
-from balance.presets import load_model
-from balance.types import Groups, IntArray
-from engine.cost_model.loads import Loads, packed_loads, sample_loads
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.simulator.schedule import Schedule
-from engine.simulator.stages import StageCosts
-from engine.tuning.pack import pack_in_order
-from engine.tuning.precompute import frozen_encoder
-from engine.tuning.tune import PartitionedModel, TuneOptions, tune
+from isobatch.common.types import Groups, IntArray
+from isobatch.engine.cost_model.loads import Loads, packed_loads, sample_loads
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.stages import StageCosts
+from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.engine.tuning.precompute import frozen_encoder
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
+from isobatch.models.presets import load_model
 
 PRESET = "pipetune_13b"
 FASTER = 4

@@ -24,17 +24,17 @@ from ablation.data import (
     true_tokens,
 )
 from ablation.variants import Variant
-from balance.steps.step_planner import StepRequest
-from balance.types import Counts, Groups
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads
-from engine.planning.partition import by_layers, by_params
-from engine.planning.recompute import InfeasiblePlan, choose_recompute
-from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import make_schedule, one_f_one_b
-from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import PartitionedModel, TuneOptions
+from isobatch.balance.steps.step_planner import StepRequest
+from isobatch.common.types import Counts, Groups
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.planning.partition import by_layers, by_params
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import make_schedule, one_f_one_b
+from isobatch.engine.tuning.step_planner import TunedSteps
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions
 
 SIZES = (0.75, 1.0, 2.0)
 """Token limits that the careful user tries, relative to the usual one; steps stay as large."""

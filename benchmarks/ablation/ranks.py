@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from balance.types import IntArray
-from engine.planning.adaptive_recompute import FloatArray
-from engine.runtime import stopwatch
-from engine.runtime.pipeline import Pipeline
-from engine.runtime.profiling import _layer_timing
-from engine.runtime.stage_io import Batch
-from engine.simulator.schedule import Schedule
-from engine.simulator.simulate import simulate
+from isobatch.common.types import IntArray
+from isobatch.engine.planning.adaptive_recompute import FloatArray
+from isobatch.engine.runtime import stopwatch
+from isobatch.engine.runtime.pipeline import Pipeline
+from isobatch.engine.runtime.profiling import _layer_timing
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.simulate import simulate
 
 GIB = 1 << 30
 

@@ -15,14 +15,18 @@ from ablation.model import KINDS, Batch, kinds_of, make_batch, make_model
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, cpu_clock, measure
 from ablation.shapes import Shape
 from ablation.variants import Variant
-from balance.types import Counts, Groups, IntArray
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads, joined_loads
-from engine.cost_model.profile_table import Profile, profiled_costs
-from engine.planning.partition import even_partition
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads, joined_loads
+from isobatch.engine.cost_model.profile_table import Profile, profiled_costs
+from isobatch.engine.planning.partition import even_partition
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling.measure_layers import (
+    LayerLabels,
+    MeasureOptions,
+    measure_layers,
+)
 
 REPEATS = 4
 """Of each layer's measurement, unless told otherwise."""

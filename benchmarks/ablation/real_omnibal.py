@@ -21,13 +21,13 @@ from ablation.ranks import Row
 from ablation.real import Trainer
 from ablation.shapes import SHAPES, Shape
 from ablation.variants import Variant
-from balance.presets import load_model
-from balance.types import Counts, Groups
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training
+from isobatch.common.types import Counts, Groups
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.models.presets import load_model
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
 CLUSTER, DP = "a100_80g", 8

@@ -13,12 +13,12 @@ from ablation.ranks import Row
 from ablation.real import REPEATS, Trainer
 from ablation.shapes import SHAPES, Shape
 from ablation.variants import Variant
-from balance.types import Counts, Groups, IntArray
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
-from engine.tuning.pack import pack_in_order
-from engine.tuning.precompute import EncodedStep
-from engine.tuning.tune import PartitionedModel, TuneOptions, tune
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.engine.tuning.precompute import EncodedStep
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
 
 SAMPLES_PER_STEP = 40
 STAGES = 2

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from papers.datasets import internvl_samples
 
 from ablation.data import INTERNVL, QWEN, SHRUNK, WINDOWS, Sizes, qwen_samples, shrunk
-from balance.types import Counts
+from isobatch.common.types import Counts
 
 PIXELS = 3 * 14 * 14
 """Numbers of one of the encoder's tokens."""

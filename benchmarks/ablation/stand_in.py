@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.types import IntArray
-from engine.runtime.stage_io import LayerStack, TensorSpec
-from engine.simulator.stages import StageCosts
+from isobatch.common.types import IntArray
+from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.engine.simulator.stages import StageCosts
 
 WIDTH = 1024
 """float32 values that cross each cut."""

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ablation.data import Steps
-from balance.types import Groups, IntArray
-from engine.cost_model.costs import Costs
-from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
-from engine.simulator.schedule import Schedule
-from engine.tuning.precompute import EncodedStep
+from isobatch.common.types import Groups, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.tuning.precompute import EncodedStep
 
 CostsOf = Callable[[Groups, bool, bool], Costs]
 """(micro-batches, whether they are padded, whether weight gradients are passes of their own) ->

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance.metrics import FloatArray
-from balance.types import IntArray
-from engine.cost_model.loads import PhaseLoads
-from engine.dispatching.dispatch import Examples
+from isobatch.balance.metrics import FloatArray
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.loads import PhaseLoads
+from isobatch.engine.dispatching.dispatch import Examples
 
 IMAGE_TOKEN, AUDIO_TOKEN, FIRST_TEXT = 0, 1, 2
 TOKENS = {"vision": IMAGE_TOKEN, "audio": AUDIO_TOKEN}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from balance.types import IntArray
-from engine.dispatching.dispatch import DispatchPlan
+from isobatch.common.types import IntArray
+from isobatch.engine.dispatching.dispatch import DispatchPlan
 
 
 def gather_features(made: Tensor, plan: DispatchPlan, name: str, rank: int) -> Tensor:

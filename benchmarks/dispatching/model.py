@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from balance.metrics import FloatArray
 from dispatching.data import TOKENS, DataShape, PhaseInput
-from engine.cost_model.loads import PhaseLoads
+from isobatch.balance.metrics import FloatArray
+from isobatch.engine.cost_model.loads import PhaseLoads
 
 BACKWARD = 2
 """FLOPs of a backward pass, in forward passes."""

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from balance.metrics import FloatArray, longest, padded_loads
 from dispatching.clock import COMPUTING, Clock
 from dispatching.data import StepData, draw_step
 from dispatching.model import ModelShape, make_model, phase_flops
 from dispatching.stand_in import make_standin
 from dispatching.step import Variant, plan_samples, run_step
-from engine.cost_model.loads import PhaseLoads
-from engine.dispatching.dispatch import PHASES, DispatchOptions
-from engine.runtime.cpu_memory import LiveBytes
+from isobatch.balance.metrics import FloatArray, longest, padded_loads
+from isobatch.engine.cost_model.loads import PhaseLoads
+from isobatch.engine.dispatching.dispatch import PHASES, DispatchOptions
+from isobatch.engine.runtime.cpu_memory import LiveBytes
 
 TAILORED = {"vision": "sums", "audio": "padded", "llm": "sums"}
 """By phase, the algorithm that suits how it batches."""

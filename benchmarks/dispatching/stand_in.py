@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dispatching.data import PhaseInput
 from dispatching.model import BACKWARD, ModelShape, next_tokens, phase_flops, put_features
-from engine.cost_model.loads import PhaseLoads
+from isobatch.engine.cost_model.loads import PhaseLoads
 
 
 class StandIn(nn.Module):

@@ -15,15 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from balance.steps.all_to_all import Permutation
-from balance.steps.step_planner import ENCODERS
 from dispatching.clock import Clock, boundary
 from dispatching.data import DataShape, PhaseInput, StepData, phase_input, rows_of
 from dispatching.gather import gather_features
-from engine.dispatching.dispatch import PHASES, DispatchOptions, DispatchPlan, plan_dispatch
-from engine.dispatching.routes import FeatureMove, Route, rank_route
-from engine.runtime.communication.feature_all_to_all import exchange_features
-from engine.runtime.communication.process_groups import sum_gradients
+from isobatch.balance.steps.all_to_all import Permutation
+from isobatch.balance.steps.step_planner import ENCODERS
+from isobatch.engine.dispatching.dispatch import (
+    PHASES,
+    DispatchOptions,
+    DispatchPlan,
+    plan_dispatch,
+)
+from isobatch.engine.dispatching.routes import FeatureMove, Route, rank_route
+from isobatch.engine.runtime.communication.feature_all_to_all import exchange_features
+from isobatch.engine.runtime.communication.process_groups import sum_gradients
 
 Way = Literal["composed", "two exchanges", "all-gather"]
 """How features come to where they are used."""

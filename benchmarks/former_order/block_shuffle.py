@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.order.global_shuffle import LoadLookup, unfit_state
-from balance.rng import random_bits, random_permutation
-from balance.types import IntArray
 from former_order.rng import BLOCKS, INSIDE, TURNS, mix64
+from isobatch.balance.order.global_shuffle import LoadLookup, unfit_state
+from isobatch.balance.rng import random_bits, random_permutation
+from isobatch.common.types import IntArray
 
 MIN_BLOCK, DP_BLOCK, MAX_BLOCK = 8, 512, 4096
 """Powers of two, as usual numbers of ranks; at least 16 blocks up to 512 groups, 128 beyond."""

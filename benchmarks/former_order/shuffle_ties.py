@@ -9,8 +9,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.radix_sort import counting_sort
-from balance.types import index_dtype
+from isobatch.balance.radix_sort import counting_sort
+from isobatch.common.types import index_dtype
 
 MAX_BUCKET_BITS = 20
 """A bucket per number is fastest, but not beyond the second-level cache."""

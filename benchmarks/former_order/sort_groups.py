@@ -11,11 +11,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.rng import random_bits
-from balance.types import Groups, IntArray
 from former_order.block_shuffle import choose_order
 from former_order.rng import TIES
 from former_order.shuffle_ties import radix_argsort, shuffle_ties
+from isobatch.balance.rng import random_bits
+from isobatch.common.types import Groups, IntArray
 
 MAX_COLUMNS = 16
 """Sources told apart, a byte per group each: the 15 with the most samples, and all others."""

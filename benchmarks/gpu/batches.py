@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance.presets import ModelPreset
-from balance.types import LABEL_IGNORE, Counts, IntArray
 from gpu.presets import rule_of, shapes_of, squares_of
+from isobatch.common.types import LABEL_IGNORE, Counts, IntArray
+from isobatch.models.presets import ModelPreset
 
 ROTARY_BASE = 1e6
 """InternLM2-20B's."""

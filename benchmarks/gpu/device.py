@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from balance.errors import ConfigError
-from engine.cost_model.clusters import Cluster, load_cluster
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.clusters import Cluster, load_cluster
 
 CLUSTERS = {
     "GH200": "gh200",

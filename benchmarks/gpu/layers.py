@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.presets import LlmShape, ModelPreset, TransformerShape, VitShape
-from balance.types import LABEL_IGNORE
-from engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
 from gpu.batches import Batch
 from gpu.presets import rule_of, shapes_of, squares_of
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
+from isobatch.models.presets import LlmShape, ModelPreset, TransformerShape, VitShape
 
 LAYER_SCALE = 0.1
 """InternViT-6B's at the beginning."""

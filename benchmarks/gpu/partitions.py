@@ -21,17 +21,17 @@ from papers.omnibal_models import (
 )
 from papers.omnibal_partition import PAPER_TABLE_4
 
-from balance.presets import ModelPreset, load_model
-from balance.types import IntArray
-from engine.cost_model.costs import NS_PER_MS, Costs
-from engine.cost_model.loads import Loads
-from engine.cost_model.profile_table import Profile, measured_costs
-from engine.planning.bmp import candidate, search_bmp
-from engine.planning.partition import METHODS
-from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
 from gpu.presets import rule_of
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.profile_table import Profile, measured_costs
+from isobatch.engine.planning.bmp import candidate, search_bmp
+from isobatch.engine.planning.partition import METHODS
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.models.presets import ModelPreset, load_model
 
 GIB = 1 << 30
 MIB = 1 << 20

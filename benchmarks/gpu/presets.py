@@ -8,9 +8,9 @@ from math import isqrt
 import numpy as np
 from ablation.data import Sizes
 
-from balance.media.rules import TilesRule
-from balance.presets import LlmShape, ModelPreset, VitShape, load_model
-from balance.types import Counts
+from isobatch.common.types import Counts
+from isobatch.models.image_rules import TilesRule
+from isobatch.models.presets import LlmShape, ModelPreset, VitShape, load_model
 
 INTERNVL = "internvl_1_5"
 TEXT_OF_TINY = 16

@@ -9,15 +9,15 @@ from dataclasses import asdict, replace
 from papers.omnibal_models import INTERNVL as INTERNVL_PAIR
 from papers.page import listed
 
-from balance.presets import ModelPreset, load_model
-from engine.cost_model.costs import NS_PER_MS, Costs
-from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import Profile, misfit, profile_to_dict, write_profile
 from gpu.device import Bench, matmul_flops, one_rank
 from gpu.partitions import MIB, Choice, Method, full_loads, measured_step, pairs, table_4, table_9
 from gpu.presets import INTERNVL, tiny_of
 from gpu.profiles import FULL, SIZES, Size, layer_flops, measure_shapes, modelled_costs, tiny_sizes
 from gpu.report import Report
+from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.profile_table import Profile, misfit, profile_to_dict, write_profile
+from isobatch.models.presets import ModelPreset, load_model
 
 LAYER_HEADINGS = (
     *(

@@ -13,27 +13,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from balance.presets import ModelPreset
-from balance.types import IntArray
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import Cluster
-from engine.cost_model.costs import Costs
-from engine.cost_model.layer_list import phases_of
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.profile_table import Profile
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import (
+from gpu.batches import Sequences, make_batch
+from gpu.device import Bench
+from gpu.layers import make_model
+from gpu.presets import gpu_part, one_of_each, rule_of, shapes_of
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import Cluster
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.layer_list import phases_of
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.profile_table import Profile
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling.measure_layers import (
     ADAM_MOMENTS,
     LayerLabels,
     MeasureOptions,
     measure_layers,
 )
-from gpu.batches import Sequences, make_batch
-from gpu.device import Bench
-from gpu.layers import make_model
-from gpu.presets import gpu_part, one_of_each, rule_of, shapes_of
+from isobatch.models.presets import ModelPreset
 
 TRAINING = Training(mode=TrainingMode(gradients="bf16"))
 """bf16 weights and gradients, Adam in float32, as `gpu.optimizer` has it."""

@@ -12,12 +12,12 @@ from ablation.data import Sizes, Steps, balanced_steps, random_steps
 from ablation.ranks import GIB
 from papers.datasets import internvl_samples
 
-from balance.types import Counts
-from engine.cost_model.profile_table import misfit, write_profile
 from gpu.device import Bench, matmul_flops, one_rank
 from gpu.presets import counts_for, sizes_of, tiny_of, two_billion
 from gpu.report import Report
 from gpu.trainer import Ran, Trainer, Way
+from isobatch.common.types import Counts
+from isobatch.engine.cost_model.profile_table import misfit, write_profile
 
 HEADINGS = (
     *(

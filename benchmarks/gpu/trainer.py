@@ -17,27 +17,31 @@ from ablation.data import Sizes, Steps, every, loads_of, samples_of, true_tokens
 from ablation.real import spread
 from numpy.typing import NDArray
 
-from balance.flops import FlopsModel
-from balance.presets import ModelPreset
-from balance.types import Counts, Groups
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.costs import Costs
-from engine.cost_model.layer_list import phases_of
-from engine.cost_model.loads import joined_loads
-from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import Profile, profiled_costs
-from engine.planning.adaptive_recompute import OutOfMemory
-from engine.planning.recompute import InfeasiblePlan, choose_recompute
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import LayerLabels, measure_layers
-from engine.runtime.profiling.recompute_trials import AdaptOptions, StepObserver, adapt_running
-from engine.simulator.evaluate import SimulatedStep, evaluate
-from engine.simulator.schedule import one_f_one_b
 from gpu.batches import Batch, Sequences, make_batch
 from gpu.device import Bench
 from gpu.layers import make_model
 from gpu.optimizer import MasterAdamW
 from gpu.profiles import TRAINING, with_masters
+from isobatch.common.types import Counts, Groups
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.layer_list import phases_of
+from isobatch.engine.cost_model.loads import joined_loads
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.profile_table import Profile, profiled_costs
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling.measure_layers import LayerLabels, measure_layers
+from isobatch.engine.runtime.profiling.recompute_trials import (
+    AdaptOptions,
+    StepObserver,
+    adapt_running,
+)
+from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.models.flops import FlopsModel
+from isobatch.models.presets import ModelPreset
 
 LEARNING_RATE = 1e-5
 BOUNDLESS = 1 << 60

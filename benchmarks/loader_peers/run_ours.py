@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from loaders import MicroBatch, StreamingLoader
-from loaders.read.build import StorageOptions
+from isobatch.loaders import MicroBatch, StreamingLoader
+from isobatch.loaders.read.build import StorageOptions
 
 
 def open_loader(task: measure.Task) -> StreamingLoader:

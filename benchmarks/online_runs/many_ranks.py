@@ -13,8 +13,8 @@ import numpy as np
 from online import DEFAULT_WINDOW, ODB_BUFFERS, Steps, odb_steps, our_steps
 from order import Data
 
-from balance.metrics import lower_bounds
-from balance.types import FloatArray, Limits
+from isobatch.balance.metrics import lower_bounds
+from isobatch.common.types import FloatArray, Limits
 from online_runs.padded import Loads, best_size, padded_batches
 from online_runs.records import FACTOR
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from loaders import BalancedLoader
-from loaders.batch.collate import collate
-from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.config import LoaderConfig
-from loaders.online._packer_door import RecordCounter
-from loaders.plan.step_plan import StepTotals
+from isobatch.loaders import BalancedLoader
+from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.online._packer_door import RecordCounter
+from isobatch.loaders.plan.step_plan import StepTotals
 from online_runs.padded import Loads, padded_batches
 from online_runs.records import Records
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from balance.types import IntArray
+from isobatch.common.types import IntArray
 
 Loads = tuple[IntArray, IntArray]
 """Tiles and tokens of each sample."""

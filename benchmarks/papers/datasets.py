@@ -11,10 +11,10 @@ from math import log, sqrt
 import numpy as np
 from numpy.random import Generator
 
-from balance.media.audio_tokens import AudioRule, plan_audio
-from balance.media.image_tokens import plan_image
-from balance.presets import ModelPreset
-from balance.types import Counts, IntArray
+from isobatch.common.types import Counts, IntArray
+from isobatch.models.audio_tokens import AudioRule, plan_audio
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import ModelPreset
 
 VIT_TOKENS = 1025
 """Of one of InternVL's tiles."""

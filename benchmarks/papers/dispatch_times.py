@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from balance.steps.all_to_all import CommVolumes, Permutation, comm_volumes
-from balance.types import IntArray
-from engine.cost_model.clusters import NS_PER_S, Link
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.dispatching.dispatch import PHASES, DispatchPlan
+from isobatch.balance.steps.all_to_all import CommVolumes, Permutation, comm_volumes
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.clusters import NS_PER_S, Link
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.dispatching.dispatch import PHASES, DispatchPlan
 
 PhaseCost = Callable[[str, PhaseLoads], IntArray]
 """(phase, a batch per rank) -> forward and backward time of each rank, int64 ns, (ranks,)."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from balance.flops import ComputeLoad, FlopsModel
-from balance.presets import load_model
-from engine.cost_model.loads import Loads
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.models.flops import ComputeLoad, FlopsModel
+from isobatch.models.presets import load_model
 from papers.omnibal_models import (
     IMAGES,
     INTERNVL,

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.presets import load_model
-from balance.types import IntArray
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import Cluster, load_cluster
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.training_mode import TrainingMode
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import Cluster, load_cluster
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.presets import load_model
 
 MICRO_BATCHES = 32
 """Per step and replica; the paper does not say: 128 groups of 4.6 samples on 4 replicas."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from balance.types import IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.bmp import RADIUS, candidate, search_bmp
-from engine.planning.partition import METHODS
-from engine.planning.search.branch_and_bound import SearchResult, search_exact
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.bmp import RADIUS, candidate, search_bmp
+from isobatch.engine.planning.partition import METHODS
+from isobatch.engine.planning.search.branch_and_bound import SearchResult, search_exact
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import (
     INTERNVL,
     MICRO_BATCHES,

@@ -11,20 +11,20 @@ from former_order.block_shuffle import BlockShuffle, choose_order
 from former_order.sort_groups import sort_groups
 from numpy.typing import NDArray
 
-from balance.baseline_samplers import as_groups, random_batches
-from balance.grouping.best_fit import group_best_fit
-from balance.metrics import dist_ratio, longest, pad_ratio
-from balance.presets import load_model
-from balance.types import Counts, Groups, IntArray, Limits
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import Cluster
-from engine.cost_model.costs import Costs
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.parallel import Training, reduction_ns
-from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
+from isobatch.balance.baseline_samplers import as_groups, random_batches
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.metrics import dist_ratio, longest, pad_ratio
+from isobatch.common.types import Counts, Groups, IntArray, Limits
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import Cluster
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.parallel import Training, reduction_ns
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.models.presets import load_model
 from papers.omnibal_models import IMAGES, SEQ_LEN, VIT_TOKENS, Pair
 
 BATCH = 4

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.parallel import Parallelism
-from engine.planning.partition import by_params
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.planning.partition import by_params
+from isobatch.models.presets import load_model
 from papers.datasets import anyres_samples, caption_samples, internvl_samples
 from papers.omnibal_models import IMAGES, INTERNVL, PAIRS, SEQ_LEN, TRAINING, a100, layers_of
 from papers.omnibal_steps import (

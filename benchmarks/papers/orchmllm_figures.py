@@ -9,19 +9,19 @@ from functools import partial
 
 import numpy as np
 
-from balance.presets import ModelPreset, load_model
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.training_mode import TrainingMode
-from engine.dispatching.dispatch import (
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.dispatching.dispatch import (
     PHASES,
     DispatchOptions,
     DispatchPlan,
     Examples,
     plan_dispatch,
 )
+from isobatch.models.presets import ModelPreset, load_model
 from papers.datasets import orchmllm_samples
 from papers.dispatch_times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
 from papers.page import Section, percent, table

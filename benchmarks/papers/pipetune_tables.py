@@ -9,15 +9,15 @@ from functools import partial
 
 import numpy as np
 
-from balance.presets import load_model
-from balance.types import Groups, IntArray
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads, packed_loads, sample_loads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.tuning.pack import pack_in_order
-from engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune
+from isobatch.common.types import Groups, IntArray
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.loads import Loads, packed_loads, sample_loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune
+from isobatch.models.presets import load_model
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
 from papers.page import Section, percent, table
 

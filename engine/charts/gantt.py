@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.interface.html_page import page
-from balance.types import IntArray
-from engine.charts.format_time import round_step, span_text, tick_text, time_text
-from engine.charts.trace import GIB, KIND_NAMES
-from engine.simulator.evaluate import SimulatedStep
-from engine.simulator.schedule import PassKind
-from engine.simulator.simulate import critical_path, transfers
+from isobatch.common.html_page import page
+from isobatch.common.types import IntArray
+from isobatch.engine.charts.format_time import round_step, span_text, tick_text, time_text
+from isobatch.engine.charts.trace import GIB, KIND_NAMES
+from isobatch.engine.simulator.evaluate import SimulatedStep
+from isobatch.engine.simulator.schedule import PassKind
+from isobatch.engine.simulator.simulate import critical_path, transfers
 
 STYLE = Path(__file__).with_name("gantt.css").read_text("utf-8")
 CHART_PX = 900

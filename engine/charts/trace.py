@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.simulator.evaluate import Memory, SimulatedStep
-from engine.simulator.schedule import PassKind
-from engine.simulator.simulate import Timeline, critical_path, transfers
+from isobatch.engine.simulator.evaluate import Memory, SimulatedStep
+from isobatch.engine.simulator.schedule import PassKind
+from isobatch.engine.simulator.simulate import Timeline, critical_path, transfers
 
 GIB = 2**30
 KIND_NAMES = {

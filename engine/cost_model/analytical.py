@@ -20,13 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.presets import ModelPreset
-from balance.types import FloatArray, IntArray
-from engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
-from engine.cost_model.costs import COLUMNS, Costs
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import Loads
-from engine.cost_model.operations import (
+from isobatch.common.types import FloatArray, IntArray
+from isobatch.engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
+from isobatch.engine.cost_model.costs import COLUMNS, Costs
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.operations import (
     BYTES,
     Attention,
     Collective,
@@ -36,7 +35,8 @@ from engine.cost_model.operations import (
     Operation,
     TokenStream,
 )
-from engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.models.presets import ModelPreset
 
 ATTENTION_BACKWARD = 2.5
 """Backward over forward FLOPs of attention: five products of scores instead of two."""
@@ -94,7 +94,7 @@ def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
 def layer_names(layers: Sequence[Layer]) -> tuple[str, ...]:
     """Names of the layers for people: the kind, and a number where there are several.
 
-    >>> from balance.presets import load_model
+    >>> from isobatch.models.presets import load_model
     >>> layer_names(layers_of(load_model("tiny"), Parallelism()))[1:4]
     ('vision_layer 0', 'vision_layer 1', 'vision_projector')
     """

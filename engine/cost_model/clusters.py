@@ -6,8 +6,8 @@ measurements into a file that `extends` one.
 
 from dataclasses import dataclass, fields
 
-from balance.config import build_config, check_positive, read_preset
-from balance.errors import ConfigError
+from isobatch.common.config import build_config, check_positive, read_preset
+from isobatch.common.errors import ConfigError
 
 NS_PER_S = 1_000_000_000
 NS_PER_US = 1_000

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import BoolArray, IntArray
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray, IntArray
 
 NS_PER_MS = 1_000_000
 

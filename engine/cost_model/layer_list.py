@@ -24,9 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
-from balance.media.rules import NativeSizeRule
-from balance.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
-from engine.cost_model.operations import (
+from isobatch.engine.cost_model.operations import (
     BYTES,
     Attention,
     Collective,
@@ -37,13 +35,15 @@ from engine.cost_model.operations import (
     Sent,
     TokenStream,
 )
-from engine.cost_model.parallel import Parallelism, Part
+from isobatch.engine.cost_model.parallel import Parallelism, Part
+from isobatch.models.image_rules import NativeSizeRule
+from isobatch.models.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
 
 
 def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     """The layers of a model. ConfigError if the preset does not give the model's dimensions.
 
-    >>> from balance.presets import load_model
+    >>> from isobatch.models.presets import load_model
     >>> layers = layers_of(load_model("tiny"), Parallelism())
     >>> [layer.kind for layer in layers][:4]
     ['patch_embedding', 'vision_layer', 'vision_layer', 'vision_projector']

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from balance.flops import FlopsModel
-from balance.presets import ModelPreset
-from balance.types import Counts, Groups, IntArray
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.models.flops import FlopsModel
+from isobatch.models.presets import ModelPreset
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Sizes are those of one tensor-parallel GPU; bytes are those of bf16.
 
 from dataclasses import dataclass
 
-from engine.cost_model.parallel import Part
+from isobatch.engine.cost_model.parallel import Part
 
 BYTES = 2
 """Bytes of a bf16 number."""

@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.presets import ModelPreset
-from balance.types import IntArray
-from engine.cost_model.clusters import NS_PER_S, Cluster, Link
-from engine.cost_model.training_mode import TrainingMode
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.clusters import NS_PER_S, Cluster, Link
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.presets import ModelPreset
 
 Part = Literal["audio", "vision", "projector", "llm"]
 
@@ -51,7 +51,7 @@ class Parallelism:
     def stage_link(self, cluster: Cluster) -> Link:
         """The link between neighbouring stages; the slower one if only some share a node.
 
-        >>> from engine.cost_model.clusters import load_cluster
+        >>> from isobatch.engine.cost_model.clusters import load_cluster
         >>> parallel = Parallelism(tp=2, pp=4, innermost="stages")
         >>> parallel.stage_link(load_cluster("a100_80g")).bytes_per_s / 1e9
         240.0

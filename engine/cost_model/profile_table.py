@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError, first_line
-from balance.plain_values import parse_json, read_text
-from balance.types import BoolArray, FloatArray, IntArray
-from engine.cost_model.costs import ARRAYS, COLUMNS, Costs
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.training_mode import BYTES_OF, Precision
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.common.plain_values import parse_json, read_text
+from isobatch.common.types import BoolArray, FloatArray, IntArray
+from isobatch.engine.cost_model.costs import ARRAYS, COLUMNS, Costs
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.training_mode import BYTES_OF, Precision
 
 VERSION = 2
 PHASES = ("audio", "vision", "llm")

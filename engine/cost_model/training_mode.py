@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import IntArray
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
 
 Precision = Literal["bf16", "fp32"]
 BYTES_OF: dict[Precision, int] = {"bf16": 2, "fp32": 4}

@@ -19,11 +19,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.metrics import longest
-from balance.steps._node_placement import place_batches
-from balance.steps.all_to_all import Permutation, from_assignment
-from balance.steps.post_balancing import (
+from isobatch.balance.metrics import longest
+from isobatch.balance.steps._node_placement import place_batches
+from isobatch.balance.steps.all_to_all import Permutation, from_assignment
+from isobatch.balance.steps.post_balancing import (
     as_batches,
     balance_conv,
     balance_padded,
@@ -31,10 +30,11 @@ from balance.steps.post_balancing import (
     balance_squares,
     balance_sums,
 )
-from balance.steps.step_planner import ENCODERS, StepAssignment, StepRequest
-from balance.types import Counts, Groups, IntArray
-from engine.cost_model.loads import PhaseLoads
-from engine.dispatching.routes import planned_routes
+from isobatch.balance.steps.step_planner import ENCODERS, StepAssignment, StepRequest
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.engine.cost_model.loads import PhaseLoads
+from isobatch.engine.dispatching.routes import planned_routes
 
 PHASES = (*ENCODERS, "llm")
 

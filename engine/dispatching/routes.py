@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.steps.all_to_all import Exchange, Permutation
-from balance.steps.step_planner import StepAssignment
-from balance.types import Counts, Groups, IntArray
+from isobatch.balance.steps.all_to_all import Exchange, Permutation
+from isobatch.balance.steps.step_planner import StepAssignment
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Counts, Groups, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.errors import ConfigError, IsobatchError
-from balance.types import BoolArray, FloatArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.recompute import InfeasiblePlan
-from engine.simulator.schedule import PassKind, Schedule
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.common.types import BoolArray, FloatArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.recompute import InfeasiblePlan
+from isobatch.engine.simulator.schedule import PassKind, Schedule
 
 MOST_TESTS = 12
 """Runs of step 4 at most."""
@@ -73,7 +73,7 @@ def adapt_recompute(
         raise ConfigError(
             f"{schedule.name} runs {schedule.num_stages} stages on {schedule.num_ranks} ranks, but "
             "recomputation is adapted for one stage per rank; use schedule '1f1b' or "
-            "'zero_bubble', or engine.planning.recompute"
+            "'zero_bubble', or isobatch.engine.planning.recompute"
         )
     search = _Adaptation(costs, borders, schedule, observe, reserve_bytes)
     search.recompute_all()
@@ -98,7 +98,7 @@ def adapt_recompute(
 def in_flight(schedule: Schedule) -> IntArray:
     """Most micro-batches whose activations a stage holds at once, (stages,).
 
-    >>> from engine.simulator.schedule import one_f_one_b
+    >>> from isobatch.engine.simulator.schedule import one_f_one_b
     >>> in_flight(one_f_one_b(4, 8)).tolist()
     [4, 3, 2, 1]
     """

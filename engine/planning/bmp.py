@@ -20,12 +20,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import FloatArray, IntArray
-from engine.cost_model.costs import NS_PER_MS, Costs
-from engine.planning.partition import check_stages
-from engine.planning.recompute import InfeasiblePlan, RecomputeChooser, fitted_step
-from engine.simulator.schedule import Schedule
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import FloatArray, IntArray
+from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
+from isobatch.engine.planning.partition import check_stages
+from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser, fitted_step
+from isobatch.engine.simulator.schedule import Schedule
 
 RADIUS = 3
 """Distance from the anchor within which the optimum lies (OmniBal 5.2)."""

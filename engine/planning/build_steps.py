@@ -8,22 +8,22 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.baseline_samplers import as_groups, random_batches
-from balance.errors import ConfigError, DataError
-from balance.media.rules import NativeSizeRule
-from balance.order.global_shuffle import epoch_steps
-from balance.presets import ModelPreset
-from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
-from engine.cost_model.loads import (
+from isobatch.balance.baseline_samplers import as_groups, random_batches
+from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
+from isobatch.engine.cost_model.loads import (
     Loads,
     PhaseLoads,
     largest_micro_batch,
     packed_loads,
     sample_loads,
 )
-from shards.index import INDEX_NAME, open_index
-from shards.manifest import MANIFEST_NAME, read_manifest
-from shards.tables import COUNTS_NAME, GROUPS_NAME, read_samples
+from isobatch.models.image_rules import NativeSizeRule
+from isobatch.models.presets import ModelPreset
+from isobatch.shards.index import INDEX_NAME, open_index
+from isobatch.shards.manifest import MANIFEST_NAME, read_manifest
+from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, read_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import FloatArray, IntArray
-from engine.cost_model.costs import Costs
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import FloatArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
 
 
 def even_partition(weights: IntArray, num_stages: int) -> IntArray:

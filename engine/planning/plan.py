@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from balance.config import build_config
-from balance.errors import ConfigError, DataError, os_reason
-from balance.interface.visible_text import shown
-from balance.plain_values import parse_json, read_text
-from balance.presets import ModelPreset, model_from_dict, model_to_dict
-from balance.types import BoolArray, IntArray
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import Cluster
-from engine.cost_model.costs import Costs
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import PHASES, QUANTITIES, Loads
-from engine.cost_model.parallel import Parallelism, Training, head_notes
-from engine.cost_model.training_mode import TrainingMode
-from engine.simulator.schedule import SCHEDULES, Schedule, make_schedule
-from engine.simulator.stages import check_partition
+from isobatch.common.config import build_config
+from isobatch.common.errors import ConfigError, DataError, os_reason
+from isobatch.common.plain_values import parse_json, read_text
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.common.visible_text import shown
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import Cluster
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import PHASES, QUANTITIES, Loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training, head_notes
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.simulator.schedule import SCHEDULES, Schedule, make_schedule
+from isobatch.engine.simulator.stages import check_partition
+from isobatch.models.presets import ModelPreset, model_from_dict, model_to_dict
 
 PLAN_VERSION = 2
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")

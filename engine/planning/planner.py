@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import MEMORY, Costs
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import reduction_ns
-from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
-from engine.planning.bmp import search_bmp_within
-from engine.planning.partition import by_layers, by_params
-from engine.planning.plan import Plan, PlanRequest, Prediction
-from engine.planning.recompute import RecomputeChooser, choose_recompute
-from engine.planning.search.branch_and_bound import search_exact
-from engine.planning.search.limits import UNLIMITED, SearchLimits
-from engine.simulator.evaluate import SimulatedStep, evaluate
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import MEMORY, Costs
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import reduction_ns
+from isobatch.engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
+from isobatch.engine.planning.bmp import search_bmp_within
+from isobatch.engine.planning.partition import by_layers, by_params
+from isobatch.engine.planning.plan import Plan, PlanRequest, Prediction
+from isobatch.engine.planning.recompute import RecomputeChooser, choose_recompute
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
+from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
 
 FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,

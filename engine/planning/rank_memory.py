@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.simulator.schedule import PassKind, Schedule
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.schedule import PassKind, Schedule
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(PassKind)[:4])
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from balance.errors import IsobatchError
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
-from engine.simulator.evaluate import evaluate, memory_of
-from engine.simulator.schedule import Schedule
-from engine.simulator.stages import stage_costs
+from isobatch.common.errors import IsobatchError
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
+from isobatch.engine.simulator.evaluate import evaluate, memory_of
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.stages import stage_costs
 
 GIB = 1 << 30
 

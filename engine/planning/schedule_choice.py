@@ -7,13 +7,13 @@ recomputation. So each schedule is planned with the partition and the recomputat
 
 from dataclasses import dataclass
 
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import Loads
-from engine.planning.plan import PlanRequest
-from engine.planning.planner import PlanResult, plan
-from engine.planning.recompute import InfeasiblePlan
-from engine.planning.search.limits import UNLIMITED, SearchLimits
-from engine.simulator.schedule import SCHEDULES, takes_several_stages
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.planning.plan import PlanRequest
+from isobatch.engine.planning.planner import PlanResult, plan
+from isobatch.engine.planning.recompute import InfeasiblePlan
+from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
+from isobatch.engine.simulator.schedule import SCHEDULES, takes_several_stages
 
 MOST_STAGES_PER_RANK = 4
 """Of interleaved schedules. Each more halves what is left of the bubble, and sends as often."""

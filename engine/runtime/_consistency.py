@@ -10,12 +10,12 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 
-from balance.errors import ConfigError
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.stage_executor import RankLayers
-from engine.runtime.stage_io import Batch
-from engine.simulator.schedule import Schedule
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.engine.runtime.stage_executor import RankLayers
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.simulator.schedule import Schedule
 
 
 def check_same_step(

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.planning.adaptive_recompute import OutOfMemory
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.cpu_memory import uncounted
-from engine.runtime.errors import LossNotFinite, peer_errors
-from engine.runtime.stage_io import Batch, samples_text
-from engine.simulator.schedule import PassKind, Schedule
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.engine.runtime.cpu_memory import uncounted
+from isobatch.engine.runtime.errors import LossNotFinite, peer_errors
+from isobatch.engine.runtime.stage_io import Batch, samples_text
+from isobatch.engine.simulator.schedule import PassKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

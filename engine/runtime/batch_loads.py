@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.media.audio_tokens import AudioRule
-from balance.media.rules import NativeSizeRule
-from balance.presets import ModelPreset, TransformerShape
-from balance.types import IntArray
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.runtime.stage_io import Batch, samples_text
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.runtime.stage_io import Batch, samples_text
+from isobatch.models.audio_tokens import AudioRule
+from isobatch.models.image_rules import NativeSizeRule
+from isobatch.models.presets import ModelPreset, TransformerShape
 
 
 def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from balance.errors import IsobatchError
+from isobatch.common.errors import IsobatchError
 
 uncounted = no_dispatch
 """Context without counting or limit: for status messages that must not fail on one rank only."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from balance.errors import IsobatchError, first_line
-from engine.runtime.cpu_memory import CpuMemoryExceeded
+from isobatch.common.errors import IsobatchError, first_line
+from isobatch.engine.runtime.cpu_memory import CpuMemoryExceeded
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, CpuMemoryExceeded)
 """Errors of torch's allocators, and of `LiveBytes`, which stands in for one on a CPU."""

@@ -17,30 +17,34 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from balance.errors import ConfigError, IsobatchError
-from balance.types import IntArray
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime._consistency import check_same_step
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
-from engine.runtime.communication.process_groups import make_groups, open_links, sum_gradients
-from engine.runtime.cpu_memory import uncounted
-from engine.runtime.errors import GradientNotFinite
-from engine.runtime.layer_rng import LayerRng
-from engine.runtime.optimizer.main_weights import (
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime._consistency import check_same_step
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
+from isobatch.engine.runtime.communication.process_groups import (
+    make_groups,
+    open_links,
+    sum_gradients,
+)
+from isobatch.engine.runtime.cpu_memory import uncounted
+from isobatch.engine.runtime.errors import GradientNotFinite
+from isobatch.engine.runtime.layer_rng import LayerRng
+from isobatch.engine.runtime.optimizer.main_weights import (
     MainWeights,
     gradient_of,
     local_part,
     main_param,
     message_specs,
 )
-from engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
-from engine.runtime.stage_io import Batch, LayerStack
-from engine.runtime.stopwatch import clock_offsets
-from engine.simulator.measured_timeline import measured_timeline
-from engine.simulator.schedule import PassKind, Schedule, make_schedule
-from engine.simulator.simulate import Timeline
-from engine.simulator.stages import check_partition
+from isobatch.engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
+from isobatch.engine.runtime.stage_io import Batch, LayerStack
+from isobatch.engine.runtime.stopwatch import clock_offsets
+from isobatch.engine.simulator.measured_timeline import measured_timeline
+from isobatch.engine.simulator.schedule import PassKind, Schedule, make_schedule
+from isobatch.engine.simulator.simulate import Timeline
+from isobatch.engine.simulator.stages import check_partition
 
 ROW, PART = 1 << 12, 1 << 24
 """Numbers of a gradient whose norm is taken at once: in float32, and in float64, which copies."""

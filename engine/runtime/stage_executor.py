@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from balance.errors import ConfigError
-from balance.types import IntArray
-from engine.runtime._step_status import StepStatus
-from engine.runtime.backward._detached_backward import BackwardHandle
-from engine.runtime.backward.deferred_weights import DeferredWeights
-from engine.runtime.communication._p2p import P2PQueue
-from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
-from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.cpu_memory import uncounted
-from engine.runtime.errors import is_out_of_memory
-from engine.runtime.layer_rng import LayerRng, preserve_rng
-from engine.runtime.stage_io import (
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.engine.runtime._step_status import StepStatus
+from isobatch.engine.runtime.backward._detached_backward import BackwardHandle
+from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.communication._p2p import P2PQueue
+from isobatch.engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.engine.runtime.cpu_memory import uncounted
+from isobatch.engine.runtime.errors import is_out_of_memory
+from isobatch.engine.runtime.layer_rng import LayerRng, preserve_rng
+from isobatch.engine.runtime.stage_io import (
     LOSS,
     Batch,
     StageTensors,
@@ -34,8 +34,8 @@ from engine.runtime.stage_io import (
     check_tensors,
     samples_text,
 )
-from engine.runtime.stopwatch import Stopwatch
-from engine.simulator.schedule import Action, PassKind, Schedule
+from isobatch.engine.runtime.stopwatch import Stopwatch
+from isobatch.engine.simulator.schedule import Action, PassKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

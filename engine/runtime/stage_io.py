@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.errors import SpecMismatch
+from isobatch.engine.runtime.errors import SpecMismatch
 
 StageTensors = dict[str, Tensor]
 Batch = Any

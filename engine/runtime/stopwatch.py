@@ -6,10 +6,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from balance.types import IntArray
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peer_errors
+from isobatch.common.types import IntArray
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.engine.runtime.errors import peer_errors
 
 ROUNDS = 10
 """Clock queries per rank; the one with the quickest answer counts."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.simulator.program import make_program
-from engine.simulator.schedule import Schedule, make_schedule
-from engine.simulator.simulate import Timeline, simulate
-from engine.simulator.stages import StageCosts, stage_costs
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import Schedule, make_schedule
+from isobatch.engine.simulator.simulate import Timeline, simulate
+from isobatch.engine.simulator.stages import StageCosts, stage_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from balance.types import IntArray
-from engine.simulator.program import Program
-from engine.simulator.simulate import Timeline
+from isobatch.common.types import IntArray
+from isobatch.engine.simulator.program import Program
+from isobatch.engine.simulator.simulate import Timeline
 
 TURN_NS = 200_000
 """Longest time of a rank between two passes if it waits for nothing."""

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from balance.types import IntArray
-from engine.simulator.schedule import PassKind, Schedule
-from engine.simulator.stages import StageCosts
+from isobatch.common.types import IntArray
+from isobatch.engine.simulator.schedule import PassKind, Schedule
+from isobatch.engine.simulator.stages import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import IntArray
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
 
 
 class PassKind(IntEnum):

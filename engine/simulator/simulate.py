@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from balance.errors import IsobatchError
-from balance.types import BoolArray, FloatArray, IntArray
-from engine.simulator.program import Program
+from isobatch.common.errors import IsobatchError
+from isobatch.common.types import BoolArray, FloatArray, IntArray
+from isobatch.engine.simulator.program import Program
 
 
 class Deadlock(IsobatchError):

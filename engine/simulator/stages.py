@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from balance.errors import ConfigError, DataError
-from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory
-from engine.planning.plan import Plan
-from engine.planning.recompute import InfeasiblePlan
-from engine.runtime.batch_loads import batch_loads
-from engine.runtime.pipeline import Pipeline
-from engine.runtime.profiling.recompute_trials import AdaptOptions, adapt_running
-from engine.runtime.stage_executor import StepResult
-from engine.runtime.stage_io import Batch
-from engine.train.config import GIB, ONE_STAGE, TrainConfig
-from engine.train.launch import is_first_rank
-from engine.train.layout import Layout
-from engine.train.models.open_model import PipelineModel
-from engine.train.step_source import SourceStep
-from engine.train.step_tuning import costs_of, read_model_profile
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory
+from isobatch.engine.planning.plan import Plan
+from isobatch.engine.planning.recompute import InfeasiblePlan
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.engine.runtime.pipeline import Pipeline
+from isobatch.engine.runtime.profiling.recompute_trials import AdaptOptions, adapt_running
+from isobatch.engine.runtime.stage_executor import StepResult
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.train.config import GIB, ONE_STAGE, TrainConfig
+from isobatch.engine.train.launch import is_first_rank
+from isobatch.engine.train.layout import Layout
+from isobatch.engine.train.models.open_model import PipelineModel
+from isobatch.engine.train.step_source import SourceStep
+from isobatch.engine.train.step_tuning import costs_of, read_model_profile
 
 MIB = 2**20
 MOST_STEPS = 3

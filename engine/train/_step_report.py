@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from balance.errors import DataError
-from balance.types import LABEL_IGNORE
-from engine.runtime.communication.collectives import all_gather
-from engine.runtime.stage_executor import StepResult
-from engine.runtime.stage_io import Batch
-from engine.simulator.schedule import PassKind
-from engine.train.step_source import SourceStep
-from engine.tuning.step_planner import StepNote
+from isobatch.common.errors import DataError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.engine.runtime.communication.collectives import all_gather
+from isobatch.engine.runtime.stage_executor import StepResult
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.simulator.schedule import PassKind
+from isobatch.engine.train.step_source import SourceStep
+from isobatch.engine.tuning.step_planner import StepNote
 
 MIB = 2**20
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from balance.errors import ConfigError
-from balance.interface.command_line import (
+from isobatch.common.command_line import (
     FAILED,
     INTERRUPTED,
     TERMINATED,
@@ -24,13 +23,14 @@ from balance.interface.command_line import (
     new_app,
     print_error,
 )
-from engine.train.config import MeasureConfig, RunConfig, TrainConfig
-from engine.train.launch import is_first_process, join_ranks
-from engine.train.measure import measure
-from engine.train.shutdown import StoppedBySignal, is_mine_to_print
-from engine.train.step_source import OpenSource
-from engine.train.trainer import train
-from loaders import StreamingLoader
+from isobatch.common.errors import ConfigError
+from isobatch.engine.train.config import MeasureConfig, RunConfig, TrainConfig
+from isobatch.engine.train.launch import is_first_process, join_ranks
+from isobatch.engine.train.measure import measure
+from isobatch.engine.train.shutdown import StoppedBySignal, is_mine_to_print
+from isobatch.engine.train.step_source import OpenSource
+from isobatch.engine.train.trainer import train
+from isobatch.loaders import StreamingLoader
 
 Config = TypeVar("Config")
 

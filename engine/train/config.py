@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from balance.errors import ConfigError
-from balance.loss_weights import LossNormalizer, LossWeights
-from engine.cost_model.training_mode import Precision, TrainingMode
-from engine.simulator.schedule import SCHEDULES
+from isobatch.balance.loss_weights import LossNormalizer, LossWeights
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
+from isobatch.engine.simulator.schedule import SCHEDULES
 
 GIB = 2**30
 MOST_LR = 1e37

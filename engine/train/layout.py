@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.presets import ModelPreset
-from engine.planning.partition import even_partition
-from engine.planning.plan import Plan
-from engine.train.config import PARTS, TrainConfig
-from engine.train.models.open_model import PipelineModel, kinds_text
+from isobatch.common.errors import ConfigError
+from isobatch.engine.planning.partition import even_partition
+from isobatch.engine.planning.plan import Plan
+from isobatch.engine.train.config import PARTS, TrainConfig
+from isobatch.engine.train.models.open_model import PipelineModel, kinds_text
+from isobatch.models.presets import ModelPreset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

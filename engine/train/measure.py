@@ -13,28 +13,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from balance.errors import ConfigError, DataError
-from balance.presets import ModelPreset
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.layer_list import phases_of
-from engine.cost_model.loads import largest_micro_batch
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.profile_table import Profile, misfit, write_profile
-from engine.planning.plan import Plan, PlanRequest, write_plan
-from engine.runtime.batch_loads import batch_loads
-from engine.runtime.pipeline import PipelineOptions
-from engine.runtime.profiling.measure_plan import choose_plan, profile_step
-from engine.runtime.profiling.partition_trials import (
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.layer_list import phases_of
+from isobatch.engine.cost_model.loads import largest_micro_batch
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.profile_table import Profile, misfit, write_profile
+from isobatch.engine.planning.plan import Plan, PlanRequest, write_plan
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.engine.runtime.pipeline import PipelineOptions
+from isobatch.engine.runtime.profiling.measure_plan import choose_plan, profile_step
+from isobatch.engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
     TrialOptions,
     evidence,
     write_evidence,
 )
-from engine.runtime.stage_io import Batch
-from engine.train.config import MeasureConfig
-from engine.train.launch import is_first_rank
-from engine.train.models.open_model import open_model
-from engine.train.step_source import OpenSource, StepSource, source_options
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.train.config import MeasureConfig
+from isobatch.engine.train.launch import is_first_rank
+from isobatch.engine.train.models.open_model import open_model
+from isobatch.engine.train.step_source import OpenSource, StepSource, source_options
+from isobatch.models.presets import ModelPreset
 
 MOST_STEPS = 17
 """Steps among which one must have load for every phase of the model."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from balance.errors import IsobatchError
-from balance.interface.command_line import TERMINATED
-from engine.runtime.errors import ROLL_CALL_S, PeerLost
-from engine.train.launch import is_first_process
+from isobatch.common.command_line import TERMINATED
+from isobatch.common.errors import IsobatchError
+from isobatch.engine.runtime.errors import ROLL_CALL_S, PeerLost
+from isobatch.engine.train.launch import is_first_process
 
 TOGETHER_S = 2.0
 """Signals within this time are one: a scheduler may signal a rank that torchrun signals too."""

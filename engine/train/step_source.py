@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from balance.presets import ModelPreset
-from engine.runtime.stage_io import Batch
-from engine.train.config import RunConfig
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.train.config import RunConfig
+from isobatch.models.presets import ModelPreset
 
 
 class SourceStep(Protocol):

@@ -11,18 +11,18 @@ from math import inf
 import numpy as np
 import torch
 
-from balance.errors import ConfigError
-from engine.cost_model.costs import Costs, frozen_costs
-from engine.cost_model.loads import Loads, sample_loads
-from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
-from engine.planning.plan import Plan
-from engine.runtime.communication.collectives import all_gather
-from engine.train.config import TrainConfig
-from engine.train.layout import Layout
-from engine.train.models.open_model import PipelineModel, kinds_text
-from engine.tuning.precompute import frozen_encoder
-from engine.tuning.step_planner import StepNote, TunedSteps
-from engine.tuning.tune import PartitionedModel, TuneOptions
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.costs import Costs, frozen_costs
+from isobatch.engine.cost_model.loads import Loads, sample_loads
+from isobatch.engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
+from isobatch.engine.planning.plan import Plan
+from isobatch.engine.runtime.communication.collectives import all_gather
+from isobatch.engine.train.config import TrainConfig
+from isobatch.engine.train.layout import Layout
+from isobatch.engine.train.models.open_model import PipelineModel, kinds_text
+from isobatch.engine.tuning.precompute import frozen_encoder
+from isobatch.engine.tuning.step_planner import StepNote, TunedSteps
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions
 
 
 def make_tuner(

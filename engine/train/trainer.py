@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from balance.errors import ConfigError, DataError
-from balance.interface.consoles import print_line
-from engine.charts.trace import make_trace
-from engine.cost_model.training_mode import TrainingMode
-from engine.planning.plan import Plan, read_plan
-from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
-from engine.runtime.communication.collectives import any_rank
-from engine.runtime.errors import GradientNotFinite, LossNotFinite
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.stage_executor import StepResult
-from engine.train._adaptation import RecomputeAdapter
-from engine.train._step_report import StepMeasurement, gather_figures, report_step
-from engine.train.config import TrainConfig
-from engine.train.launch import is_first_rank
-from engine.train.layout import (
+from isobatch.common.consoles import print_line
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.charts.trace import make_trace
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.planning.plan import Plan, read_plan
+from isobatch.engine.runtime.checkpoints.training_state import Progress, load_state, save_state
+from isobatch.engine.runtime.communication.collectives import any_rank
+from isobatch.engine.runtime.errors import GradientNotFinite, LossNotFinite
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.stage_executor import StepResult
+from isobatch.engine.train._adaptation import RecomputeAdapter
+from isobatch.engine.train._step_report import StepMeasurement, gather_figures, report_step
+from isobatch.engine.train.config import TrainConfig
+from isobatch.engine.train.launch import is_first_rank
+from isobatch.engine.train.layout import (
     Layout,
     apply_plan,
     layout_text,
@@ -36,11 +36,17 @@ from engine.train.layout import (
     make_replicas,
     num_micro_batches,
 )
-from engine.train.models.open_model import TINY, PipelineModel, open_model
-from engine.train.shutdown import StoppedBySignal, StopSignal
-from engine.train.step_source import OpenSource, SourceStep, StepSource, endless, source_options
-from engine.train.step_tuning import check_same_step, make_tuner
-from engine.tuning.step_planner import StepNote
+from isobatch.engine.train.models.open_model import TINY, PipelineModel, open_model
+from isobatch.engine.train.shutdown import StoppedBySignal, StopSignal
+from isobatch.engine.train.step_source import (
+    OpenSource,
+    SourceStep,
+    StepSource,
+    endless,
+    source_options,
+)
+from isobatch.engine.train.step_tuning import check_same_step, make_tuner
+from isobatch.engine.tuning.step_planner import StepNote
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,12 +16,12 @@ from typing import NamedTuple, Self
 import numba
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.simulator.evaluate import bytes_by_kind
-from engine.simulator.program import make_program
-from engine.simulator.schedule import Schedule
-from engine.simulator.simulate import simulate
-from engine.simulator.stages import StageCosts
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.simulator.evaluate import bytes_by_kind
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.simulate import simulate
+from isobatch.engine.simulator.stages import StageCosts
 
 NONE = -1
 """Index of an action that waits for no other rank; gap of a micro-batch not encoded ahead."""

@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.simulator.evaluate import memory_of
-from engine.simulator.program import Encodings, make_program
-from engine.simulator.schedule import PassKind, Schedule
-from engine.simulator.simulate import Timeline, simulate, transfers
-from engine.simulator.stages import StageCosts
-from engine.tuning.order_times import EncodeAhead, OrderProblem, nothing_ahead, run_order
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.evaluate import memory_of
+from isobatch.engine.simulator.program import Encodings, make_program
+from isobatch.engine.simulator.schedule import PassKind, Schedule
+from isobatch.engine.simulator.simulate import Timeline, simulate, transfers
+from isobatch.engine.simulator.stages import StageCosts
+from isobatch.engine.tuning.order_times import EncodeAhead, OrderProblem, nothing_ahead, run_order
 
 EncodeRanks = Literal["never", "own", "any"]
 """Ranks whose idle time may be used for encoding: none, the first stage's, or all."""

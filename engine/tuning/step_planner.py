@@ -15,17 +15,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from balance.steps.post_balancing import as_batches, balance_sums
-from balance.steps.repack import pack_balanced
-from balance.steps.step_planner import StepAssignment, StepRequest
-from balance.types import Counts, Groups, IntArray
-from engine.cost_model.loads import Loads, joined_loads, packed_loads
-from engine.simulator.evaluate import schedule_for
-from engine.simulator.schedule import Schedule
-from engine.simulator.stages import stage_costs
-from engine.tuning.order_times import order_problem, times_of_orders
-from engine.tuning.pack import marginal_costs
-from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
+from isobatch.balance.steps.post_balancing import as_batches, balance_sums
+from isobatch.balance.steps.repack import pack_balanced
+from isobatch.balance.steps.step_planner import StepAssignment, StepRequest
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
+from isobatch.engine.simulator.evaluate import schedule_for
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.stages import stage_costs
+from isobatch.engine.tuning.order_times import order_problem, times_of_orders
+from isobatch.engine.tuning.pack import marginal_costs
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6
 """Few enough that the number is exact in any format, such as float64."""

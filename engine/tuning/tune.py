@@ -14,21 +14,21 @@ from typing import Literal
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import BoolArray, Groups, IntArray
-from engine.cost_model.loads import Loads, joined_loads, packed_loads
-from engine.simulator.evaluate import schedule_for
-from engine.simulator.stages import StageCosts, stage_costs
-from engine.tuning._order_search import search_clusters, search_swaps
-from engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
-from engine.tuning.pack import (
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray, Groups, IntArray
+from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
+from isobatch.engine.simulator.evaluate import schedule_for
+from isobatch.engine.simulator.stages import StageCosts, stage_costs
+from isobatch.engine.tuning._order_search import search_clusters, search_swaps
+from isobatch.engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
+from isobatch.engine.tuning.pack import (
     CostFunction,
     MicroBatchSizes,
     balanced_packings,
     lengths_to_try,
     marginal_costs,
 )
-from engine.tuning.precompute import (
+from isobatch.engine.tuning.precompute import (
     EncodedStep,
     Encoder,
     EncodeRanks,

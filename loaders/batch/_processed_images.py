@@ -7,14 +7,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from balance.errors import ConfigError, DataError
-from balance.media.hf_processor import open_processor
-from balance.media.image_tokens import ImagePlan
-from balance.media.rules import ProcessorRule
-from loaders.batch._vision import VisionFields
-from loaders.config import LoaderConfig
-from loaders.decode.image import decode
-from loaders.decode.resize import Pixels
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders.batch._vision import VisionFields
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.decode.image import decode
+from isobatch.loaders.decode.resize import Pixels
+from isobatch.models.hf_processor import open_processor
+from isobatch.models.image_rules import ProcessorRule
+from isobatch.models.image_tokens import ImagePlan
 
 JPEG_START = b"\xff\xd8"
 

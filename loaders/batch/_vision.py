@@ -1,7 +1,7 @@
 """Stored images and videos -> rows of pixels, for `loaders.batch.collate`.
 
 Both are in `StoredGroup.images`, in the order of their places in `input_ids`. What each becomes is
-a plan: `balance.media.image_tokens` or `balance.media.video_tokens`.
+a plan: `models.image_tokens` or `models.video_tokens`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +12,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from balance.errors import ConfigError, DataError
-from balance.media.image_tokens import ImagePlan, plan_image
-from balance.media.rules import NativeSizeRule, VisionRule
-from balance.media.video_rules import VideoRule
-from balance.media.video_tokens import VideoFacts, VideoPlan, plan_video
-from balance.presets import ModelPreset
-from loaders.batch.broken_files import BrokenFiles
-from loaders.config import LoaderConfig
-from loaders.decode import pixels
-from loaders.decode.image import decode, decode_pixels
-from loaders.decode.resize import Pixels
-from loaders.decode.video import decode_frames
-from loaders.transforms import SampleSeeds, transform_image
-from shards.stored_group import MissingFile, StoredGroup
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders.batch.broken_files import BrokenFiles
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.decode import pixels
+from isobatch.loaders.decode.image import decode, decode_pixels
+from isobatch.loaders.decode.resize import Pixels
+from isobatch.loaders.decode.video import decode_frames
+from isobatch.loaders.transforms import SampleSeeds, transform_image
+from isobatch.models.image_rules import NativeSizeRule, VisionRule
+from isobatch.models.image_tokens import ImagePlan, plan_image
+from isobatch.models.presets import ModelPreset
+from isobatch.models.video_rules import VideoRule
+from isobatch.models.video_tokens import VideoFacts, VideoPlan, plan_video
+from isobatch.shards.stored_group import MissingFile, StoredGroup
 
 
 class VisionFields:

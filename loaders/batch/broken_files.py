@@ -1,8 +1,8 @@
 """The samples of a group whose files cannot be used: an error, or skipped."""
 
-from balance.errors import DataError
-from loaders.config import LoaderConfig
-from shards.stored_group import StoredGroup
+from isobatch.common.errors import DataError
+from isobatch.loaders.config import LoaderConfig
+from isobatch.shards.stored_group import StoredGroup
 
 
 class BrokenFiles:

@@ -14,22 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balance.errors import ConfigError, DataError
-from balance.loss_weights import LossWeights, sample_weights
-from balance.media.audio_tokens import AudioRule, plan_clip
-from balance.media.rules import ProcessorRule
-from balance.presets import ModelPreset
-from balance.types import LABEL_IGNORE
-from loaders.batch._processed_images import EncodedFields, ProcessedFields
-from loaders.batch._vision import VisionFields
-from loaders.batch.broken_files import BrokenFiles
-from loaders.batch.micro_batch import MicroBatch
-from loaders.config import AudioForm, LoaderConfig
-from loaders.decode.audio import decode_audio
-from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
-from loaders.plan.step_plan import StepTotals
-from loaders.transforms import SampleSeeds
-from shards.stored_group import MissingFile, StoredGroup
+from isobatch.balance.loss_weights import LossWeights, sample_weights
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders.batch._processed_images import EncodedFields, ProcessedFields
+from isobatch.loaders.batch._vision import VisionFields
+from isobatch.loaders.batch.broken_files import BrokenFiles
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.config import AudioForm, LoaderConfig
+from isobatch.loaders.decode.audio import decode_audio
+from isobatch.loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
+from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.transforms import SampleSeeds
+from isobatch.models.audio_tokens import AudioRule, plan_clip
+from isobatch.models.image_rules import ProcessorRule
+from isobatch.models.presets import ModelPreset
+from isobatch.shards.stored_group import MissingFile, StoredGroup
 
 
 def collate(
@@ -78,6 +78,10 @@ def collate(
         num_step_samples=totals.num_samples,
         loss_normalizer=totals.loss_normalizer,
         loss_weights=_loss_weights(raw, config.loss_weights),
+        # an evaluation has no gradients: its losses are summed over ranks
+        num_ranks=config.ranks()[1] if config.shuffle else 1,
+        micro_batches_per_step=config.micro_batches_per_step,
+        gradients=config.gradients,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balance.types import LABEL_IGNORE
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders.batch.joined_gradients import GradientJoin, loss_divisor, watch_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,6 +20,7 @@ class MicroBatch:
     """
 
     sample_ids: tuple[str, ...]
+    """Ids of the samples; of several builds, two may have the same."""
     input_ids: Tensor
     """int64, (tokens,). The image token is repeated once per LLM token of an image."""
     labels: Tensor
@@ -99,9 +101,17 @@ class MicroBatch:
     loss_normalizer: float
     """Divisor of every loss sum of the step, by the loader's `loss_normalizer`; never 0.
 
-    Losses and gradients of micro-batches and ranks then only have to be summed. A trainer that
-    averages gradients over ranks multiplies the loss by their number first.
+    The same on all ranks: the step's loss is the sum of all micro-batches' and ranks' parts.
+    `loss_divisor` is what this rank divides by.
     """
+    num_ranks: int = 1
+    """Data-parallel ranks whose gradients are joined; 1 in an evaluation."""
+    micro_batches_per_step: int = 1
+    """Micro-batches of this rank in the step."""
+    gradients: GradientJoin | None = None
+    """How the trainer joins the ranks' gradients: the loader's `gradients`."""
+    sample_builds: tuple[int, ...] = ()
+    """Build of each sample: its place, from 0, among those that the loader was given."""
     loss_weights: Tensor | None = None
     """float32, (tokens,). Weight of each token's loss by the loader's `loss_weights`; None: 1.
 
@@ -121,6 +131,15 @@ class MicroBatch:
     def max_seqlen(self) -> int:
         """Tokens of the longest sample, or 0; reads values, so call it before moving to a GPU."""
         return int(self.cu_seqlens.diff().max()) if self.num_samples else 0
+
+    @property
+    def loss_divisor(self) -> float:
+        """What losses of this rank are divided by, so that joined gradients are the step's.
+
+        `loss_normalizer`, and a rank's share of it where gradients are averaged over ranks. See
+        `loaders.batch.joined_gradients` for the errors.
+        """
+        return loss_divisor(self.loss_normalizer, self.num_ranks, self.gradients)
 
     def padded(self, pad_token_id: int = 0) -> dict[str, Tensor]:
         """The tokens with a row per sample, each padded on the right to the longest.
@@ -146,20 +165,27 @@ class MicroBatch:
         }
 
     def reduce_loss(self, token_losses: Tensor) -> Tensor:
-        """This micro-batch's part of the step's loss: weighted, summed and divided.
+        """This micro-batch's part of the step's loss: weighted, summed, divided by `loss_divisor`.
 
         `token_losses`: (tokens,), 0 where there is no label, in the place of the label's token or
-        of the one before it; without weights also their sum. ValueError for another shape.
+        of the one before it. ValueError for another shape: a model's mean loss, divided once more,
+        would train a thousand times too slowly.
         """
-        weights = self.loss_weights
-        if weights is None:
-            return token_losses.sum() / self.loss_normalizer
-        if token_losses.shape != weights.shape:
-            raise ValueError(
-                f"token_losses have the shape {tuple(token_losses.shape)}, the micro-batch's "
-                f"weights {tuple(weights.shape)}; give the loss of each token"
+        if token_losses.shape != self.input_ids.shape:
+            is_one = token_losses.numel() == 1
+            advice = (
+                "a model's loss is divided already: call model(**model_inputs(batch, model))"
+                if is_one
+                else "give the loss of each token"
             )
-        return (token_losses * weights).sum() / self.loss_normalizer
+            raise ValueError(
+                f"token_losses have the shape {tuple(token_losses.shape)}, the micro-batch has "
+                f"{len(self.input_ids)} tokens; {advice}"
+            )
+        weighted = token_losses if self.loss_weights is None else token_losses * self.loss_weights
+        loss = weighted.sum() / self.loss_divisor
+        watch_scale(loss, self.num_ranks, self.micro_batches_per_step)
+        return loss
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
         """The same micro-batch with all tensors on `device`."""

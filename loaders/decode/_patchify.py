@@ -7,7 +7,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.decode.resize import Pixels, check_grid
+from isobatch.loaders.decode.resize import Pixels, check_grid
 
 Floats = NDArray[np.float32]
 

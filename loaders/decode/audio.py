@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balance.errors import DataError
-from balance.media.audio_tokens import AudioRule, resampled_length
-from balance.media.decoder_faults import fault_of
-from balance.media.quiet_sounds import quiet_sounds
-from balance.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, WavHeader, is_wav, wav_header
+from isobatch.common.errors import DataError
+from isobatch.media.decoder_faults import fault_of
+from isobatch.media.quiet_sounds import quiet_sounds
+from isobatch.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, WavHeader, is_wav, wav_header
+from isobatch.models.audio_tokens import AudioRule, resampled_length
 
 Channels = NDArray[np.float32]
 """(samples, channels), full scale 1."""
@@ -43,7 +43,7 @@ def decode_audio(
     mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1, dtype=np.float32)
     clip = np.ascontiguousarray(mono)
     if sampling_rate != rule.sampling_rate:
-        from loaders.decode._resample import resample  # noqa: PLC0415  (see `loaders`)
+        from isobatch.loaders.decode._resample import resample  # noqa: PLC0415  (see `loaders`)
 
         clip = resample(clip, sampling_rate, rule.sampling_rate)
     return torch.from_numpy(clip)

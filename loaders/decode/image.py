@@ -10,14 +10,14 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageOps
 
-from balance.errors import DataError
-from balance.media.decoder_faults import fault_of, quiet_decoders
-from balance.media.image_tokens import plan_image
-from balance.media.jpeg import plain_jpeg_size
-from balance.media.orientation import ORIENTATION_TAG, upright_size
-from balance.media.rules import VisionRule
-from balance.media.rules.base import ResizeTo
-from loaders.decode.resize import Pixels
+from isobatch.common.errors import DataError
+from isobatch.loaders.decode.resize import Pixels
+from isobatch.media.decoder_faults import fault_of, quiet_decoders
+from isobatch.media.jpeg import plain_jpeg_size
+from isobatch.media.orientation import ORIENTATION_TAG, upright_size
+from isobatch.models.image_rules import VisionRule
+from isobatch.models.image_rules.base import ResizeTo
+from isobatch.models.image_tokens import plan_image
 
 try:
     import simplejpeg

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from balance.media.audio_tokens import AudioRule, plan_clip
+from isobatch.models.audio_tokens import AudioRule, plan_clip
 
 MEL_BINS = 128
 """Mel bins of Whisper's large-v3 and of Qwen2-Audio; smaller Whispers have 80."""

@@ -1,6 +1,6 @@
 """Decoded images -> patch tensors, equal to those of transformers' processors.
 
-For the loader; the rules of `balance.media.rules` say how an image is cut, as steps that are
+For the loader; the rules of `models.image_rules` say how an image is cut, as steps that are
 executed here for any rule. Pixels stay uint8 from the decoder to the device: a quarter of float32's
 bytes through collation and transfer. The channels of a pixel stay side by side in memory (torch's
 `channels_last`): a line of a patch is then copied at once, and GPUs' convolutions are fastest so.
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from balance.media.image_tokens import ImagePlan
-from balance.media.rules import NativeSizeRule, VisionRule
-from balance.media.rules.base import PicturePlan, PlaceOn, Resample, ResizeTo
-from balance.media.video_tokens import VideoPlan
-from loaders.decode._buffer_pool import pixel_pool
-from loaders.decode.resize import FILTERS, Pixels, Resizer, patchify, resizer
+from isobatch.loaders.decode._buffer_pool import pixel_pool
+from isobatch.loaders.decode.resize import FILTERS, Pixels, Resizer, patchify, resizer
+from isobatch.models.image_rules import NativeSizeRule, VisionRule
+from isobatch.models.image_rules.base import PicturePlan, PlaceOn, Resample, ResizeTo
+from isobatch.models.image_tokens import ImagePlan
+from isobatch.models.video_tokens import VideoPlan
 
 _LONGEST_STRIP = 200
 """Ratio of sides above which only the centre is resized: 1 x 100,000 px would take 45 GB."""
@@ -125,7 +125,7 @@ def _write_picture(memory: Pixels, rule: VisionRule, pixels: Pixels, picture: Pi
         count = width // side * (height // side)
         patchify(pixels, memory[:count])
         return count
-    from loaders.decode._patchify import patchify_planes  # noqa: PLC0415  (see there)
+    from isobatch.loaders.decode._patchify import patchify_planes  # noqa: PLC0415  (see there)
 
     across, down = picture.cell or picture.size
     start, count = 0, across // side * (down // side)
@@ -240,7 +240,7 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
         (len(pixels), 3, frames, pixels.shape[2:].numel()), dtype=torch.float32
     )
     if len(pixels):  # else nothing need be compiled
-        from loaders.decode._patchify import normalize_planes  # noqa: PLC0415  (see there)
+        from isobatch.loaders.decode._patchify import normalize_planes  # noqa: PLC0415  (see there)
 
         normalize_planes(
             pixels.flatten(2).numpy(), scale.numpy(), shift.numpy(), normalized.numpy()

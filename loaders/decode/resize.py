@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from balance.media.rules.base import Resample
+from isobatch.models.image_rules.base import Resample
 
 Pixels = NDArray[np.uint8]
 """An image: (height, width, 3), contiguous."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError, DataError
-from balance.media.decoder_faults import fault_of
-from balance.media.frame_archive import is_frame_archive, unpack_frames
-from balance.media.video_tokens import VideoFacts
-from loaders.decode.image import decode_pixels
-from loaders.decode.resize import Pixels
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders.decode.image import decode_pixels
+from isobatch.loaders.decode.resize import Pixels
+from isobatch.media.decoder_faults import fault_of
+from isobatch.media.frame_archive import is_frame_archive, unpack_frames
+from isobatch.models.video_tokens import VideoFacts
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg"
 """By FFmpeg's names; others, such as playlists, could lead it to other files."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from loaders.step_stream import StepStream
+from isobatch.loaders.step_stream import StepStream
 
 
 class StandIns:

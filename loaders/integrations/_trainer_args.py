@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from balance.errors import ConfigError
-from loaders.online.own.streams import is_stream
-from loaders.step_stream import StepStream
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.online.own.streams import is_stream
+from isobatch.loaders.step_stream import StepStream
 
 _DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024
 """Of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
@@ -30,6 +30,11 @@ _ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("assistant_only_loss", (False,), "leave it out: the loader's labels are the answers' already"),
     ("chat_template_path", (None,), "leave it out, and give the loader or build chat_template"),
     ("label_smoothing_factor", (0,), "leave it out: it is not computed for packed samples"),
+    (
+        "neftune_noise_alpha",
+        (None, 0),
+        "leave it out: its noise would be that of one sample as long as the micro-batch",
+    ),
 )
 """Name, values that do not contradict, what to do; names that a trainer has not are passed over."""
 
@@ -43,6 +48,12 @@ def check_arguments(args: TrainingArguments, *, has_other_data: bool) -> None:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             raise ConfigError(f"{name} is {value!r}; {advice}")
+    counted = getattr(args, "include_num_input_tokens_seen", "no")
+    if counted != "no" and not hasattr(Trainer, "_track_num_input_tokens"):
+        raise ConfigError(
+            f"include_num_input_tokens_seen is {counted!r}; leave it "
+            "out, or install transformers 5.6 or later"
+        )
     max_length = getattr(args, "max_length", None)
     if max_length not in (None, _DEFAULT_MAX_LENGTH) and not has_other_data:
         raise ConfigError(
@@ -137,7 +148,7 @@ def _is_tokenised(dataset: Any) -> bool:
 def _make_loader(
     dataset: Any, args: TrainingArguments, model: Any, options: Mapping[str, Any]
 ) -> StepStream:
-    from loaders.online.loader import BalancedLoader  # noqa: PLC0415  needs the packer
+    from isobatch.loaders.online.loader import BalancedLoader  # noqa: PLC0415  needs the packer
 
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")

@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerState, TrainingArguments
 
-from balance.errors import ConfigError
-from loaders.integrations.torch_dataset import Step, StepDataset
-from loaders.step_stream import StepStream
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.integrations.torch_dataset import Step, StepDataset
+from isobatch.loaders.step_stream import StepStream
 
 STATE_KEY = "isobatch_loader"
 """Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
@@ -56,6 +56,13 @@ class TrainSteps:
         epochs = self._loader.epoch + self._loader.is_at_end - self._first_epoch
         return epochs >= self._args.num_train_epochs
 
+    @property
+    def num_left(self) -> int:
+        """Steps after the one given last, with epochs to come as long as this one is expected."""
+        loader = self._loader
+        epochs_left = math.ceil(self._args.num_train_epochs) - 1 - loader.epoch + self._first_epoch
+        return loader.remaining_steps + epochs_left * len(loader)
+
     def __iter__(self) -> Iterator[Step]:
         if self._stream is None:
             self._stream = self._begin()
@@ -95,7 +102,14 @@ class TrainSteps:
             return iter(dataset)
         # not forked: the loader may hold connections, and this process a GPU
         workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
-        return iter(DataLoader(dataset, batch_size=None, **workers))
+        steps = iter(DataLoader(dataset, batch_size=None, **workers))
+        return self._followed(steps) if self.ends_with_loader else steps
+
+    def _followed(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """A worker's steps; its loader moves, and so this one, which knows where epochs end."""
+        for step in steps:
+            self._loader.load_state_dict(step.state)
+            yield step
 
     def _check_epochs(self, steps_done: int, saved_groups: int | None) -> None:
         """ConfigError if the epochs asked for were counted in steps of another size."""

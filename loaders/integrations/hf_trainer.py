@@ -9,29 +9,31 @@ its micro-batches go through Trainer's gradient accumulation, the loss is divide
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from balance.errors import ConfigError
-from balance.types import LABEL_IGNORE
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs._registry import FAMILIES
-from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.integrations._stand_ins import StandIns
-from loaders.integrations._trainer_args import (
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs._registry import FAMILIES
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.integrations._stand_ins import StandIns
+from isobatch.loaders.integrations._trainer_args import (
     check_arguments,
     check_loader,
     evaluation_of,
     loader_of,
 )
-from loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
-from loaders.integrations.torch_dataset import Step
-from loaders.step_builder import StepBatches
-from loaders.step_stream import StepStream
+from isobatch.loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
+from isobatch.loaders.integrations.torch_dataset import Step
+from isobatch.loaders.step_builder import StepBatches
+from isobatch.loaders.step_stream import StepStream
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -85,6 +87,7 @@ class BalancedMixin(_Base):
         args.per_device_train_batch_size = 1  # so that Trainer's counts are micro-batches
         options |= {"train_dataset": shown.train, "eval_dataset": shown.evaluation}
         super().__init__(model=model, args=args, **options)
+        check_loader(args, loader)  # Trainer changes them by accelerator_config
         # of the model before it is wrapped
         plain, config = _without_adapters(self.model), getattr(self.model, "config", None)
         if not _takes_divisor(plain):
@@ -110,6 +113,25 @@ class BalancedMixin(_Base):
         """As Trainer's, but its epochs are not over before a loader's whose epochs vary."""
         num_epochs, *others = super().set_initial_training_values(*args)
         return num_epochs if self._ending is None else 2 * num_epochs, *others
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **options: Any) -> Any:
+        """As Trainer's; where the number of steps is an estimate, `_fit_schedule` corrects it."""
+        self._schedule_steps = num_training_steps
+        return super().create_scheduler(num_training_steps, *args, **options)
+
+    def _fit_schedule(self, num_left: int) -> None:
+        """Let the schedule's next step bring it nearer to its end, as the run's does.
+
+        So it has neither ended before the run's last step, nor is it cut off there. The warm-up
+        has the steps that were asked for.
+        """
+        if not self._created_lr_scheduler or not isinstance(self.lr_scheduler, LambdaLR):
+            return
+        schedule: Any = self.lr_scheduler
+        if schedule.last_epoch >= self.args.get_warmup_steps(self._schedule_steps):
+            # its position, which it adds 1 to after the step, and keeps in checkpoints
+            steps_left = self._schedule_steps - schedule.last_epoch
+            schedule.last_epoch += steps_left / (1 + num_left) - 1
 
     @property
     def _ending(self) -> TrainSteps | None:
@@ -138,28 +160,62 @@ class BalancedMixin(_Base):
         if self._ending is not None:
             done, whole = self.state.global_step + 1, self.state.max_steps  # with this step
             self.state.max_steps = done if self._ending.are_over else max(whole, done + 1)
+            self._fit_schedule(self._ending.num_left)
         # Trainer saves only after a whole step, which is then this one
         saved_states(self.state)[STATE_KEY] = step.state
         first = step.micro_batches[0]
         self._per_label = first.loss_normalizer / max(1, first.num_loss_tokens)
         self._num_samples += first.num_step_samples
         self._num_own_tokens += sum(len(batch.input_ids) for batch in step.micro_batches)
-        inputs = [self._to_inputs(batch) for batch in step.micro_batches]
+        self._count_tokens(step.micro_batches)
+        # Trainer multiplies by the number of ranks itself
+        batches = [replace(batch, num_ranks=1) for batch in step.micro_batches]
+        inputs = [self._to_inputs(batch) for batch in batches]
         for each in inputs:  # the trainer gives it to the model, or divides by it
             each.pop("num_items_in_batch", None)
         return inputs, torch.tensor(first.loss_normalizer)
+
+    def _count_tokens(self, batches: list[MicroBatch]) -> None:
+        """Add a step's tokens on all ranks, without blank images, to `num_input_tokens_seen`."""
+        if (kind := self.args.include_num_input_tokens_seen) == "no":
+            return
+        num_own = sum(
+            batch.num_samples * batch.max_seqlen
+            if batch.is_padded and kind == "all"
+            else len(batch.input_ids)
+            for batch in batches
+        )
+        own = torch.tensor(num_own, device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(own).sum())
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: Trainer would take masks of packed samples for their tokens."""
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """As Trainer's; -> its part of the step's mean loss per label, which is what is logged."""
         return super().training_step(*args, **options) * self._per_label
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """As the trainer's, without masks of packed samples: TRL takes their sum for tokens."""
+        """As the trainer's, but TRL's figures leave out masks and micro-batches without labels.
+
+        It takes the sum of a mask of packed samples for tokens.
+        """
         masks = inputs.get("attention_mask")
         if isinstance(masks, dict) or (masks is not None and masks.dim() > 2):
             model = partial(model, attention_mask=masks)
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        return super().compute_loss(model, inputs, *args, **options)
+        loss = super().compute_loss(model, inputs, *args, **options)
+        is_trl = hasattr(self, "_total_train_tokens")
+        for figures in getattr(self, "_metrics", {}).values() if is_trl else ():
+            names = [name for name in ("entropy", "mean_token_accuracy") if name in figures]
+            # no probabilities have both: so it writes that no rank has labels
+            if any(figures[name][-1] for name in names):
+                continue
+            for name in names:
+                figures[name].pop()
+                if not figures[name]:
+                    del figures[name]
+        return loss
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """As the trainer's, with our samples and tokens: it counts micro-batches and rows."""
@@ -202,6 +258,12 @@ class BalancedMixin(_Base):
             raise ConfigError("eval_dataset is a loader that shuffles; give it shuffle=False")
         if self.compute_metrics is not None:
             raise ConfigError("compute_metrics needs a row per sample; leave it out, use eval_loss")
+        is_split = self.args.world_size > 1 and dataset.config.step_config().remainder == "split"
+        if is_split and hasattr(self, "_total_train_tokens"):
+            raise ConfigError(
+                "eval_dataset is a loader whose last ranks may have a micro-batch less, and TRL "
+                "waits for all; give it remainder='pad'"
+            )
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """As `get_eval_dataloader`: `predict` gives a loader's loss, and no logits."""

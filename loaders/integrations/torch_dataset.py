@@ -13,10 +13,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from balance.errors import ConfigError
-from loaders.batch.micro_batch import MicroBatch
-from loaders.step_builder import StepBatches
-from loaders.step_stream import StepStream
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.accelerate_checks import ADVICE, check_accumulation, check_not_dispatched
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.step_builder import StepBatches
+from isobatch.loaders.step_stream import StepStream
 
 
 @dataclass(slots=True)
@@ -60,6 +61,24 @@ class StepDataset(IterableDataset[Step]):
             raise ConfigError(
                 f"num_workers is {worker.num_workers}; use 0 or 1: the loader decodes in threads"
             )
+        check_not_dispatched(self)  # now, on all ranks, and not with the first step
+        return self._steps()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker process, which does not know what this one does with its steps."""
+        check_not_dispatched(self)
+        if not self.loader.is_evaluation:
+            check_accumulation()
+        return self.__dict__
+
+    @property
+    def generator(self) -> NoReturn:
+        """ConfigError: `prepare` of Accelerate asks for it (`dispatch_batches=False`)."""
+        raise ConfigError(
+            f"prepare of Accelerate would give each rank a part of its own steps; {ADVICE}"
+        )
+
+    def _steps(self) -> Iterator[Step]:
         while True:
             num_steps = 0
             for micro_batches in self.loader:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import DataError, first_line
-from balance.media.rules import CropsRule
-from balance.types import LABEL_IGNORE, IntArray
-from loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
-from loaders.online.encoded import Encode, EncodedSample, checked
-from loaders.online.records import BrokenRecord, with_files
-from shards.stored_group import EMPTY_GROUP, NO_NUMBERS, StoredGroup
+from isobatch.common.errors import DataError, first_line
+from isobatch.common.types import LABEL_IGNORE, IntArray
+from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
+from isobatch.loaders.online.encoded import Encode, EncodedSample, checked
+from isobatch.loaders.online.records import BrokenRecord, with_files
+from isobatch.models.image_rules import CropsRule
+from isobatch.shards.stored_group import EMPTY_GROUP, NO_NUMBERS, StoredGroup
 
 REASON = "encode_failed"
 

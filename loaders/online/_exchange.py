@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from balance.errors import first_line
-from loaders.ranks import Awaited, RankMissing
+from isobatch.common.errors import first_line
+from isobatch.loaders.ranks import Awaited, RankMissing
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 """Between two looks at the store: doubled each time."""

@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError, os_reason
-from balance.interface.visible_text import visible_line
-from balance.types import COUNT_COLUMNS, IntArray
-from loaders.online.records import Records
+from isobatch.common.errors import ConfigError, os_reason
+from isobatch.common.kept_files import LENGTHS, MAX_BYTES, note_use, remove_files
+from isobatch.common.types import COUNT_COLUMNS, IntArray
+from isobatch.common.visible_text import visible_line
+from isobatch.loaders.online._packer_door import NeverRead
+from isobatch.loaders.online.records import Records
 
 UNKNOWN, USABLE, REJECTED = range(3)
 STATUS, SOURCE = len(COUNT_COLUMNS), len(COUNT_COLUMNS) + 1
 """Places of these in a row, after the columns of `Counts`."""
 ROW = len(COUNT_COLUMNS) + 2
+UNREAD_SUFFIX = ".unread"
 
 
 class LengthTable:
@@ -28,6 +31,8 @@ class LengthTable:
         """`file`: where new rows are written, if this process writes them."""
         self.rows, self._file = rows, file
         self.sources: list[str] = []
+        self.never_read: dict[str, NeverRead] = {}
+        """Source -> keys that nothing reads, of the samples of earlier runs."""
         self._num_kept = 0  # sources in the file's list of them
 
     @classmethod
@@ -40,7 +45,7 @@ class LengthTable:
             return cls(rows)
         values = f"{version('isobatch')} {records.fingerprint()} {identity}"
         key = blake2b(values.encode(), digest_size=16).hexdigest()
-        file = Path(folder) / f"{key}.lengths"
+        file = Path(folder) / (key + LENGTHS)
         table = cls(rows, file if may_write else None)
         try:
             is_found = table._load(file)
@@ -52,6 +57,8 @@ class LengthTable:
                         os.posix_fallocate(kept.fileno(), 0, rows.nbytes)
                     else:
                         kept.truncate(rows.nbytes)
+                note_use(file)
+                remove_files(file.parent, LENGTHS, MAX_BYTES[LENGTHS], keep=file)
         except OSError as error:
             raise ConfigError(f"lengths_cache {folder}: {error.strerror or error}") from None
         return table
@@ -70,6 +77,17 @@ class LengthTable:
                 why = f"{self._file}: lengths are not kept: {os_reason(error)}"
                 warnings.warn(visible_line(why), stacklevel=2)
                 self._file = None
+
+    def keep_never_read(self, found: dict[str, NeverRead]) -> None:
+        """Keep what nothing reads in the measured samples, for runs that find their rows."""
+        if self._file is None:
+            return
+        file = self._file.with_suffix(UNREAD_SUFFIX)
+        try:
+            file.with_suffix(".new").write_text(json.dumps(found), "utf-8")
+            file.with_suffix(".new").replace(file)
+        except OSError:  # as of the rows, which say so
+            self._file = None
 
     def _write(self, file: Path, samples: IntArray, rows: NDArray[np.int32]) -> None:
         if len(self.sources) > self._num_kept:
@@ -98,4 +116,17 @@ class LengthTable:
         if saved[:, SOURCE].max() >= len(sources):
             return False
         self.rows[:], self.sources, self._num_kept = saved, sources, len(sources)
+        self.never_read = _read_never_read(file.with_suffix(UNREAD_SUFFIX))
         return True
+
+
+def _read_never_read(file: Path) -> dict[str, NeverRead]:
+    """What an earlier run has kept; nothing if that is damaged."""
+    try:
+        kept = json.loads(file.read_text("utf-8"))
+        return {
+            source: {path: (number, str(example)) for path, (number, example) in keys.items()}
+            for source, keys in kept.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

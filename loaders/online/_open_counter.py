@@ -8,18 +8,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from balance.errors import ConfigError, first_line
-from balance.media.rules.base import ImagePlan, ImageRejected, NativeSizeRule
-from balance.model_folder.files import CONFIG_NAME, FileSource
-from balance.model_folder.find_model import is_folder
-from balance.presets import MediaMarkup, ModelPreset
-from loaders.config import LoaderConfig
-from loaders.online._encode_counter import EncodedCounter
-from loaders.online._packer_door import Reading, RecordCounter, RecordTable
-from shards.stored_group import EMPTY_GROUP
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.online._encode_counter import EncodedCounter
+from isobatch.loaders.online._packer_door import Reading, RecordCounter, RecordTable
+from isobatch.models.folder.files import CONFIG_NAME, FileSource
+from isobatch.models.folder.find_model import is_folder
+from isobatch.models.image_rules.base import ImagePlan, ImageRejected, NativeSizeRule
+from isobatch.models.presets import MediaMarkup, ModelPreset
+from isobatch.shards.stored_group import EMPTY_GROUP
 
 if TYPE_CHECKING:
-    from loaders.online.loader import PackingConfig
+    from isobatch.loaders.online.loader import PackingConfig
 
 _OF_IMAGES = ("images", "image_transform", "pixel_dtype", "exact_resize", "reduced_decode")
 """Options that the decoding of images has."""

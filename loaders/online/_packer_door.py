@@ -13,33 +13,40 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError
-from balance.flops import FlopsModel
-from balance.grouping.caps import GroupOptions, choose_limits
-from balance.interface.consoles import messages
-from balance.interface.visible_text import visible
-from balance.model_folder.find_model import find_model, is_folder
-from balance.presets import ModelPreset
-from balance.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
-from loaders.online.encoded import EncodedSample
-from loaders.online.records import BrokenRecord
-from packer.config import DEMO_MODEL, BuildConfig
-from packer.count.record_table import RecordTable, read_records
-from packer.count.sample_counter import CountSettings, SampleCounter
-from packer.count.staging import never_read_in
-from packer.demo.dataset import demo_tokenizer_path
-from packer.progress import StageProgress
-from packer.records.fields import NeverRead, add_columns, add_never_read, never_read_line
-from packer.records.reading import DEFAULT_READING, Reading
-from packer.records.record import BY_CHOICE, RawRecord
-from packer.records.user_map import ALL_COLUMNS
-from packer.sources.columns import named_columns
-from packer.sources.dataset import Dataset
-from packer.text.chat_tokenizer import ChatTokenizer
-from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
-from shards.stored_group import EMPTY_GROUP, PackedBlock, PackedFiles, StoredGroup
+from isobatch.balance.grouping.caps import GroupOptions, choose_limits
+from isobatch.common.consoles import messages
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
+from isobatch.common.visible_text import visible
+from isobatch.counting.records.fields import (
+    NeverRead,
+    add_columns,
+    add_described,
+    add_never_read,
+    never_read_line,
+)
+from isobatch.counting.records.reading import DEFAULT_READING, Reading
+from isobatch.counting.records.record import BY_CHOICE, RawRecord
+from isobatch.counting.records.user_map import ALL_COLUMNS
+from isobatch.counting.sample_counter import CountSettings, SampleCounter
+from isobatch.counting.text.chat_tokenizer import ChatTokenizer
+from isobatch.loaders.online.encoded import EncodedSample
+from isobatch.loaders.online.records import BrokenRecord
+from isobatch.models.flops import FlopsModel
+from isobatch.models.folder.find_model import find_model, is_folder
+from isobatch.models.presets import ModelPreset
+from isobatch.packer.config import DEMO_MODEL, BuildConfig
+from isobatch.packer.count.record_table import RecordTable, read_records
+from isobatch.packer.count.staging import never_read_in
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources.columns import named_columns
+from isobatch.packer.sources.dataset import Dataset
+from isobatch.packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
+from isobatch.shards.stored_group import EMPTY_GROUP, PackedBlock, PackedFiles, StoredGroup
 
 __all__ = [
     "BY_CHOICE",
@@ -53,6 +60,7 @@ __all__ = [
     "add_never_read",
     "choose_limits",
     "column_texts",
+    "columns_of_records",
     "find_records",
     "never_read_line",
     "visible",
@@ -74,7 +82,7 @@ class RejectedSample:
     sample_id: str
     source: str
     reason: str
-    """Key of `packer.records.record.REASONS`."""
+    """Key of `counting.records.record.REASONS`."""
     detail: str
 
 
@@ -98,6 +106,12 @@ class CountedRecords:
     """Part of the dataset -> keys of its usable records that nothing reads."""
     encoded: Sequence[EncodedSample | None] = ()
     """What a function of the user's made of each record, if there is one."""
+
+    @property
+    def has_videos(self) -> bool:
+        """Whether a file is a video."""
+        frames = pc.struct_field(pc.list_flatten(self.table.column("images")), "num_frames")
+        return bool(frames.fill_null(0).to_numpy(zero_copy_only=False).any())
 
     @property
     def num_bytes(self) -> int:
@@ -127,6 +141,12 @@ def column_texts(columns: Mapping[str, str] | None) -> tuple[str, ...]:
     return tuple(f"{ours}={theirs}" for ours, theirs in (columns or {}).items())
 
 
+def columns_of_records(columns: Mapping[str, str]) -> frozenset[str]:
+    """Their columns that `columns` names; keys of turns are none of them."""
+    named = named_columns(columns.items())
+    return frozenset() if named is None else named.theirs
+
+
 def write_build(
     options: dict[str, Any],
     dataset: Dataset | None,
@@ -138,7 +158,7 @@ def write_build(
 
     `chunks` are its records, staged, as `CountedSamples` describes them.
     """
-    from packer.write import counted_build  # noqa: PLC0415  loads what reports need
+    from isobatch.packer.write import counted_build  # noqa: PLC0415  loads what reports need
 
     dataset = dataset or counted_build.dataset_in_memory(MEMORY_SOURCE)
     samples = counted_build.CountedSamples(
@@ -152,7 +172,7 @@ def write_page(
     path: Path, report: dict[str, Any], ratios: FloatArray, rejected: Sequence[RejectedSample]
 ) -> None:
     """Write a loader's report as HTML. ConfigError if the file cannot be written."""
-    from packer.report.loading import write_loading_page  # noqa: PLC0415  as above
+    from isobatch.packer.report.loading import write_loading_page  # noqa: PLC0415  as above
 
     reasons = [(each.reason, f"{each.sample_id}: {each.detail}") for each in rejected]
     try:
@@ -275,6 +295,7 @@ class RecordCounter:
         found: dict[str, NeverRead] = {}
         for part in self._places.dataset.parts if self._places is not None else ():
             add_columns(found.setdefault(part.name, {}), part.open().unread_columns(), ())
+            add_described(found[part.name], part.located.unread)
         return {name: columns for name, columns in found.items() if columns}
 
     def _never_read(self, table: pa.RecordBatch, parts: IntArray) -> dict[str, NeverRead]:
@@ -311,9 +332,9 @@ class RecordCounter:
     def _raw(self, index: int, value: Any) -> RawRecord:
         if isinstance(value, BrokenRecord):
             return RawRecord(index, value.value, value.why, value.reason)
-        if self._renaming is not None and isinstance(value, Mapping):
-            value = self._renaming.apply(value)
-        return RawRecord(index, value)
+        if self._renaming is None or not isinstance(value, Mapping):
+            return RawRecord(index, value)
+        return RawRecord(index, self._renaming.apply(value), renamed=self._renaming.renamed)
 
     def group(
         self, parts: Sequence[tuple[CountedRecords, IntArray]], order: IntArray

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import IntArray
-from loaders.online._packer_door import RawRecord, RecordTable, find_records
-from loaders.online.own.streams import StreamRecords, is_stream
-from loaders.online.records import BrokenRecord, Records, Transform
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.loaders.online._packer_door import (
+    RawRecord,
+    RecordTable,
+    columns_of_records,
+    find_records,
+)
+from isobatch.loaders.online.own.streams import StreamRecords, is_stream
+from isobatch.loaders.online.records import BrokenRecord, Records, Transform
 
 if TYPE_CHECKING:
-    from loaders.online.loader import PackingConfig
+    from isobatch.loaders.online.loader import PackingConfig
 
 FIRST_RECORDS, CHECKED_TOGETHER = 1024, 16
 """Records in which a column must be, and how many are looked at together."""
@@ -86,7 +91,7 @@ def require_columns(records: Records, columns: Mapping[str, str] | None) -> None
     """
     if not columns or records.places is not None or isinstance(records, StreamRecords):
         return
-    found, missing = set[str](), set(columns.values())
+    found, missing = set[str](), columns_of_records(columns)
     for start in range(0, min(len(records), FIRST_RECORDS), CHECKED_TOGETHER):
         rows = np.arange(start, min(start + CHECKED_TOGETHER, len(records)))
         for value in records.take(rows):

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import ConfigError
-from balance.types import IntArray
-from loaders.online._packer_door import CountedRecords, RecordCounter, column_texts, write_build
-from loaders.online.records import Records
-from shards.manifest import is_complete
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.loaders.online._packer_door import (
+    CountedRecords,
+    RecordCounter,
+    column_texts,
+    write_build,
+)
+from isobatch.loaders.online.records import Records
+from isobatch.shards.manifest import is_complete
 
 if TYPE_CHECKING:
-    from loaders.online.loader import PackingConfig
+    from isobatch.loaders.online.loader import PackingConfig
 
 CHUNK_RECORDS = 256
 """Records that are counted at once: few, because each may have images of some megabytes."""

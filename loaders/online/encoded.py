@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balance.types import LABEL_IGNORE
+from isobatch.common.types import LABEL_IGNORE
 
 OF_TEXT = {
     *("input_ids", "labels", "attention_mask", "position_ids"),

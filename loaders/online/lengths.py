@@ -15,14 +15,23 @@ from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from balance.errors import DataError
-from balance.interface.consoles import messages
-from balance.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
-from loaders.online._exchange import Cancelled, RankExchange
-from loaders.online._length_table import REJECTED, ROW, SOURCE, STATUS, UNKNOWN, USABLE, LengthTable
-from loaders.online._packer_door import (
+from isobatch.common.consoles import messages
+from isobatch.common.errors import DataError
+from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
+from isobatch.loaders.online._exchange import Cancelled, RankExchange
+from isobatch.loaders.online._length_table import (
+    REJECTED,
+    ROW,
+    SOURCE,
+    STATUS,
+    UNKNOWN,
+    USABLE,
+    LengthTable,
+)
+from isobatch.loaders.online._packer_door import (
     BY_CHOICE,
     CountedRecords,
     FlopsModel,
@@ -35,7 +44,7 @@ from loaders.online._packer_door import (
     never_read_line,
     visible,
 )
-from loaders.plan.epoch_groups import PlannedBuild
+from isobatch.loaders.plan.epoch_groups import PlannedBuild
 
 TOLD_S = 10.0
 """Seconds after which the first window says how far it is, and then again."""
@@ -78,6 +87,8 @@ class MeasuredPart:
     """Of whom these samples are the share."""
     state: Any = None
     """Of its stream."""
+    ids: dict[int, str] = field(default_factory=dict)
+    """Samples over a given cap -> their own ids, since rows of counts have none."""
     never_read: dict[str, NeverRead] = field(default_factory=dict)
     """Source -> keys of its records that nothing reads, of those that are new."""
 
@@ -104,7 +115,9 @@ class SampleLengths:
         self.rejected: dict[int, RejectedSample] = {}
         """Samples that cannot be used, by index; those that any rank has found."""
         self._unsent: list[RejectedSample] = []
+        self._ids: dict[int, str] = {}  # of samples over a given cap, until they are rejected
         self.never_read: dict[str, NeverRead] = counter.unread_columns()
+        _add_sources(self.never_read, table.never_read)
         """Source -> keys of the measured records that nothing reads, on all ranks."""
         self._new_never_read: dict[str, NeverRead] = {}
         self._has_told = not options.tells
@@ -147,7 +160,10 @@ class SampleLengths:
         for part in parts:
             self._add(self._share(samples, part.rank), part)
             self._note(part.rejected)
+            self._ids |= part.ids
             _add_sources(self.never_read, part.never_read)
+        if any(part.never_read for part in parts):
+            self._table.keep_never_read(self.never_read)
         self._tell_never_read()
         told = set(map(id, own.rejected))
         with self._lock:
@@ -162,6 +178,11 @@ class SampleLengths:
     def source_numbers(self, samples: IntArray) -> IntArray:
         """Place in `sources` of each sample's source."""
         return np.asarray(self._table.get(samples)[..., SOURCE], np.int64)
+
+    def sorted_sources(self, samples: IntArray) -> IntArray:
+        """Place of each sample's source by name: ranks may have met them in another order."""
+        places = np.argsort(np.argsort(self.sources)) if self.sources else np.zeros(1, np.int64)
+        return np.asarray(places[self.source_numbers(samples)], np.int64)
 
     def with_images(self, samples: IntArray, limits: Limits) -> Limits:
         """Caps that were chosen without images, with one for those that the samples have, if any.
@@ -203,7 +224,7 @@ class SampleLengths:
             ),
             vision_unit=model.vision_unit,
             context_len=model.context_len,
-            flops=FlopsModel.of(model) if model.has_dimensions else None,
+            predictor=FlopsModel.of(model) if model.has_dimensions else None,
         )
         # the packer's option has another name
         lines = (each.replace("your max_seq_len", "your max_tokens") for each in choice.lines)
@@ -212,7 +233,7 @@ class SampleLengths:
 
     def _padded_limits(self, counts: Counts, options: LengthOptions) -> tuple[Limits, list[str]]:
         """Caps of padded batches, chosen by the samples that are within those that are given."""
-        from balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
+        from isobatch.balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
 
         model = self._counter.model
         most = min(options.max_tokens or model.context_len, model.context_len)
@@ -232,30 +253,41 @@ class SampleLengths:
             vision_unit=model.vision_unit,
         )
 
-    def within(self, samples: IntArray, limits: Limits) -> IntArray:
+    def within(self, samples: IntArray) -> IntArray:
         """Samples without those that are over a given cap, which are rejected.
 
         One over a cap that was chosen by the first window is a group of its own.
         """
-        counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
-        context = self._counter.model.context_len
-        given = min(context, self._options.max_tokens or context)
-        over = [
-            (counts.seq_len > given, counts.seq_len, "longer_than_max_seq_len", "tokens", given)
-        ]
-        if self._options.max_vision is not None:
-            load, most = limits.vision_load(counts), limits.max_vision
-            over.append((load > most, load, "more_than_max_vision", limits.unit, most))
         kept = np.ones(len(samples), np.bool_)
-        for is_over, loads, reason, unit, cap in over:
+        for loads, reason, unit, cap in self._capped(samples):
+            is_over = loads > cap
             for row in np.flatnonzero(is_over & kept).tolist():
                 index = int(samples[row])
                 source = self.sources[int(self.source_numbers(samples[row]))]
+                name = self._ids.pop(index, f"{source}:{index}")
                 detail = f"{loads[row]} {unit}, cap {cap}"
-                self._note([RejectedSample(index, f"{source}:{index}", source, reason, detail)])
+                self._note([RejectedSample(index, name, source, reason, detail)])
             kept &= ~is_over
         self._check_rejected()
         return samples[kept]
+
+    def _capped(self, samples: IntArray) -> list[tuple[IntArray, str, str, int]]:
+        """For each cap that is given: the samples' loads, the reason, the unit and the cap."""
+        counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
+        model, options = self._counter.model, self._options
+        most = min(model.context_len, options.max_tokens or model.context_len)
+        capped = [(counts.seq_len, "longer_than_max_seq_len", "tokens", most)]
+        if options.max_vision is not None:
+            unit = model.vision_unit
+            loads = np.asarray(getattr(counts, f"num_{unit}"))
+            name = unit.replace("_", " ")
+            capped.append((loads, "more_than_max_vision", name, options.max_vision))
+        return capped
+
+    def _over(self, samples: IntArray) -> BoolArray:
+        """Which of the samples are usable, but for a cap that is given."""
+        is_over = np.any([loads > cap for loads, _, _, cap in self._capped(samples)], axis=0)
+        return np.asarray(is_over & (self._table.get(samples)[:, STATUS] == USABLE))
 
     def lose(self, lost: Sequence[RejectedSample]) -> None:
         """Note samples that this rank could not read after they were measured."""
@@ -280,7 +312,10 @@ class SampleLengths:
 
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> MeasuredPart:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
-        unknown = samples[self._table.get(samples)[:, STATUS] == UNKNOWN]
+        # those over a cap that earlier runs have measured are counted again, for their ids
+        is_unknown = self._table.get(samples)[:, STATUS] == UNKNOWN
+        is_unnamed = np.array([each not in self._ids for each in samples.tolist()], np.bool_)
+        unknown = samples[is_unknown | (self._over(samples) & is_unnamed)]
         told = inf if self.num_measured or self._rank else time.monotonic()
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
@@ -291,6 +326,9 @@ class SampleLengths:
                     continue
                 counted = self._measure(chunk)
                 self._add(chunk, part := _part_of(counted))
+                over = np.flatnonzero(self._over(chunk))
+                names = counted.table.column("sample_id").take(pa.array(over)).to_pylist()
+                self._ids |= zip(chunk[over].tolist(), names, strict=True)
                 self._note(part.rejected)
                 _add_sources(self._new_never_read, counted.never_read)
                 with self._lock:  # until all ranks have it, since this window may be given up
@@ -310,6 +348,7 @@ class SampleLengths:
         with self._lock:
             names = [self.sources[each] for each in numbers if each < len(self.sources)]
             part = MeasuredPart(rows, names, [*self._unsent], rank=self._rank)
+            part.ids = {each: self._ids[each] for each in samples.tolist() if each in self._ids}
             part.never_read, self._new_never_read = self._new_never_read, {}
             return part
 

@@ -15,31 +15,31 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack, cast
 
-from balance.config import check_names, check_types
-from balance.errors import ConfigError, first_line
-from balance.types import Limits
-from loaders.config import LoaderConfig, LoaderOptions
-from loaders.online._exchange import RankExchange
-from loaders.online._length_table import LengthTable
-from loaders.online._open_counter import open_counter
-from loaders.online._packer_door import RejectedSample, write_page
-from loaders.online._place_records import open_records, require_columns
-from loaders.online._save_build import require_place, save_build
-from loaders.online.encoded import Encode
-from loaders.online.lengths import LengthOptions, SampleLengths
-from loaders.online.own.items import of_items
-from loaders.online.own.lengths import OwnLengths, RecentRows
-from loaders.online.own.streams import StreamRecords
-from loaders.online.own.windows import OwnWindows
-from loaders.online.reader import KEPT_BYTES, RecordReader
-from loaders.online.records import Transform, identity_of
-from loaders.plan.steps import Steps
-from loaders.plan.window_order import WindowOrder
-from loaders.plan.windows import WindowGroups, WindowSettings
-from loaders.ranks import Awaited, RankChecks
-from loaders.stats import Meter
-from loaders.step_builder import StepBatches, StepBuilder
-from loaders.step_stream import StepStream
+from isobatch.common.config import check_names, check_types
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.common.types import Limits
+from isobatch.loaders.config import LoaderConfig, LoaderOptions, tell_wrong_options
+from isobatch.loaders.online._exchange import RankExchange
+from isobatch.loaders.online._length_table import LengthTable
+from isobatch.loaders.online._open_counter import open_counter
+from isobatch.loaders.online._packer_door import RejectedSample, write_page
+from isobatch.loaders.online._place_records import open_records, require_columns
+from isobatch.loaders.online._save_build import require_place, save_build
+from isobatch.loaders.online.encoded import Encode
+from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
+from isobatch.loaders.online.own.items import of_items, require_records
+from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
+from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.own.windows import OwnWindows
+from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
+from isobatch.loaders.online.records import Transform, identity_of
+from isobatch.loaders.plan.steps import Steps
+from isobatch.loaders.plan.window_order import WindowOrder
+from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.loaders.ranks import Awaited, RankChecks
+from isobatch.loaders.stats import Meter
+from isobatch.loaders.step_builder import StepBatches, StepBuilder
+from isobatch.loaders.step_stream import StepStream
 
 FIRST_WINDOW = 256
 """Samples of an epoch's first window where both caps are given: the first step comes soon."""
@@ -194,16 +194,14 @@ class BalancedLoader(StepStream):
         given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
         packing = {name: value for name, value in given.items() if name in own}
         loading = {name: value for name, value in given.items() if name not in own}
-        if wrong := [name for name in _OF_BUILDS if name in loading]:
-            raise ConfigError(f"{wrong[0]} needs a build; leave it out, or use a StreamingLoader")
-        check_names(LoaderConfig, loading, also=own)
-        loading.setdefault("on_error", "raise" if loading.get("images") == "encoded" else "skip")
-        loading.setdefault("balance", BALANCE)
-        config = LoaderConfig(**loading)
+        try:
+            config, self._packing = _checked(loading, packing)
+        except ConfigError as error:
+            if len(peers := tell_wrong_options(error, loading)) > 1:
+                RankExchange(peers, 1.0)  # ranks count those that each has made
+            raise
         rank, size = config.ranks()
         peers = config.peers()
-        self._packing = PackingConfig(**packing)
-        _check_together(config, self._packing)
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
@@ -226,6 +224,7 @@ class BalancedLoader(StepStream):
         records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
         if not len(records):
             raise ConfigError("the dataset has no records")
+        require_records(records, packing)
         self._counter = counter = open_counter(packing, config, records.places)
         require_columns(records, packing.columns)
         self.model, self.vocab_size = counter.model, counter.vocab_size
@@ -266,6 +265,7 @@ class BalancedLoader(StepStream):
         )
         self._pid, self._running = os.getpid(), None
         self._closed, self._resumes, self.num_dropped_samples = False, False, 0
+        self._has_compared = False
 
     def _settings(self) -> WindowSettings:
         packing, config = self._packing, self._config
@@ -297,16 +297,21 @@ class BalancedLoader(StepStream):
         while True:
             if (epochs := self._packing.epochs) is not None and self.epoch >= epochs:
                 return
-            if self._checks is not None:  # before ranks wait for what the others measure
-                position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
-                begun = {"epochs and states begun": str(self._source.num_begun)}
-                self._checks.compare(self._told | {"position in the epoch": position[:12]} | begun)
+            self._compare()  # before ranks wait for what the others measure
             if self.epoch + 1 == epochs and self._steps.is_after_last:
                 self._finish_epoch()  # resumed after the last step of all
                 return
             yield from super().__iter__()
             if epochs is None:
                 return
+
+    def _compare(self) -> None:
+        """ConfigError on all ranks if one of them has other options, or is at another place."""
+        if self._checks is not None:
+            position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
+            begun = {"epochs and states begun": str(self._source.num_begun)}
+            self._checks.compare(self._told | {"position in the epoch": position[:12]} | begun)
+        self._has_compared = True
 
     def __len__(self) -> int:
         """Steps of this epoch, the same on every rank; an estimate until `is_len_exact`.
@@ -315,6 +320,8 @@ class BalancedLoader(StepStream):
         """
         if isinstance(self._records, StreamRecords):
             raise TypeError("nobody knows the length of a stream before its end; give max_steps")
+        if not self._has_compared:
+            self._compare()
         groups, step_groups = self._position.expected, self._source.settings.step_groups
         is_whole = self._config.remainder == "drop"
         return groups // step_groups if is_whole else -(-groups // step_groups)
@@ -421,9 +428,18 @@ _ONE_PROCESS = (
 )
 
 
-def _check_together(config: LoaderConfig, packing: PackingConfig) -> None:
-    """ConfigError for options that exclude one another."""
-    if config.planner is not None and not packing.packing:
+def _checked(
+    loading: dict[str, Any], packing: dict[str, Any]
+) -> tuple[LoaderConfig, PackingConfig]:
+    """The configs of options. ConfigError for wrong ones, and those that exclude one another."""
+    if wrong := [name for name in _OF_BUILDS if name in loading]:
+        raise ConfigError(f"{wrong[0]} needs a build; leave it out, or use a StreamingLoader")
+    check_names(LoaderConfig, loading, also={field.name for field in fields(PackingConfig)})
+    on_error = "raise" if loading.get("images") == "encoded" else "skip"
+    config = LoaderConfig(**{"on_error": on_error, "balance": BALANCE, **loading})
+    how = PackingConfig(**packing)
+    if config.planner is not None and not how.packing:
         raise ConfigError("a planner packs steps again; leave it out, or packing=False")
-    if packing.epochs is not None and not config.shuffle:
+    if how.epochs is not None and not config.shuffle:
         raise ConfigError("with shuffle=False each iterator gives one epoch; leave out epochs")
+    return config, how

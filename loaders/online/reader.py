@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from balance.errors import DataError
-from balance.interface.visible_text import visible_line
-from balance.types import COUNT_COLUMNS, BoolArray, IntArray
-from loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
-from loaders.online.lengths import SampleLengths
-from loaders.online.records import Records
-from loaders.plan.selection import Selection, StoredSample
-from loaders.read.reader import with_extras
-from shards.stored_group import StoredGroup
+from isobatch.common.errors import DataError
+from isobatch.common.types import COUNT_COLUMNS, BoolArray, IntArray
+from isobatch.common.visible_text import visible_line
+from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
+from isobatch.loaders.online.lengths import SampleLengths
+from isobatch.loaders.online.records import Records
+from isobatch.loaders.plan.selection import Selection, StoredSample
+from isobatch.loaders.read.reader import with_extras
+from isobatch.shards.stored_group import StoredGroup
 
 KEPT_BYTES = 256 << 20
 """Memory for records that this rank has counted, and may train on."""
@@ -29,6 +29,8 @@ class RecordReader:
     """Counts records, and gives those of a micro-batch with their files."""
 
     is_remote = False
+    has_videos = False
+    """Whether this rank has measured one."""
     cache_hits = 0
 
     def __init__(
@@ -60,6 +62,7 @@ class RecordReader:
     def measure(self, samples: IntArray) -> CountedRecords:
         """Records, counted, and kept for `read`."""
         counted = self._counter.count(samples, self.records.take(samples))
+        self.has_videos = self.has_videos or counted.has_videos
         with self._lock:
             self._number += 1
             self._kept[self._number] = counted

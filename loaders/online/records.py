@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from PIL import Image
 
-from balance.errors import ConfigError, first_line
-from balance.types import IntArray
-from loaders.decode.image import to_rgb
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.common.types import IntArray
+from isobatch.loaders.decode.image import to_rgb
 
 if TYPE_CHECKING:
-    from loaders.online._packer_door import RecordCounter
+    from isobatch.loaders.online._packer_door import RecordCounter
 
 FINGERPRINT_RECORDS = 64
 """Records, spread over a dataset, that tell it from others."""
@@ -47,7 +47,7 @@ class BrokenRecord:
 
     why: str
     reason: str = "unreadable_record"
-    """Key of `packer.records.record.REASONS`."""
+    """Key of `counting.records.record.REASONS`."""
     value: Any = None
     """What is known of it."""
 

@@ -1,11 +1,12 @@
 """States of `loaders.plan.steps`: which can be resumed from, or why not. Pure."""
 
+import warnings
 from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.interface.visible_text import shown
+from isobatch.common.errors import ConfigError
+from isobatch.common.visible_text import shown
 
 STATE_VERSION = 3
 _REFUSALS = {
@@ -20,8 +21,10 @@ _REFUSALS = {
 }
 """Key of a state -> why one with another value is refused."""
 
+_EARLIER_ORDERS = {("random", "alike"), ("random", "mixed"), ("windows", "windows by source")}
+"""Names of orders in states of earlier versions, and of what they are now."""
 _NUMBERS = ("consumed", "given", "passed", "step", "began", "length", "ranks")
-_LISTS = ("spare", "carried", "owners")
+_LISTS = ("spare", "carried", "owners", "taken")
 """Keys of a state's stream that are counts, or lists of groups' or ranks' numbers."""
 
 
@@ -34,8 +37,22 @@ def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
     if not (isinstance(state, dict) and isinstance(state.get("stream", {}), dict)):
         raise ConfigError(f"state is {state!r:.200}; give what `state_dict()` returned")
     updated = _updated(state, own)
+    is_before = _is_of_earlier_order(updated, own)
+    if is_before:
+        updated = {**updated, "order": own["order"]}
     _check_state(updated, own)
+    if is_before and updated["stream"].get("given", updated["stream"].get("consumed")):
+        warnings.warn(
+            "the state is of an earlier version, whose order may be another one: what is left of"
+            " the epoch comes in this version's, each group still once",
+            stacklevel=2,
+        )
     return updated
+
+
+def _is_of_earlier_order(state: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether a state of the same form is of the order that this one has replaced."""
+    return (state.get("order"), own["order"]) in _EARLIER_ORDERS
 
 
 def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.loss_weights import LossWeights, sample_weights
-from balance.types import COUNT_COLUMNS, BoolArray, Counts, Groups, IntArray
-from loaders.plan.selection import GroupSlice, SampleRefs, Selection, whole_groups
-from shards.index import GroupIndex
-from shards.manifest import Manifest
-from shards.tables import SampleTable
+from isobatch.balance.loss_weights import LossWeights, sample_weights
+from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, Groups, IntArray
+from isobatch.loaders.plan.selection import GroupSlice, SampleRefs, Selection, whole_groups
+from isobatch.shards.index import GroupIndex
+from isobatch.shards.manifest import Manifest
+from isobatch.shards.tables import SampleTable
 
 KEPT_LOAD = 0.9
 """Share of its tokens and vision load with which a group stays as it is stored. Groups that lose
@@ -286,7 +286,7 @@ class Regrouped:
 
     def _make(self, number: int) -> SampleGroups:
         build = self.builds[0]
-        from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
+        from isobatch.balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
 
         groups = regroup(
             _loads(build),
@@ -317,7 +317,7 @@ def pack_chosen(build: PlannedBuild, chosen: BoolArray | None) -> Groups:
     stored = build.samples.groups
     if chosen is None or chosen.all():
         return stored
-    from balance.grouping.best_fit import group_best_fit  # noqa: PLC0415  (see `loaders`)
+    from isobatch.balance.grouping.best_fit import group_best_fit  # noqa: PLC0415  (see `loaders`)
 
     loads = _loads(build)
     stays = np.logical_and.reduce(

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from balance.order.global_shuffle import LoadLookup, unfit_state
-from balance.types import BoolArray, Groups, IntArray, Limits
-from loaders.plan.epoch_groups import (
+from isobatch.balance.order.global_shuffle import LoadLookup, unfit_state
+from isobatch.common.types import BoolArray, Groups, IntArray, Limits
+from isobatch.loaders.plan.epoch_groups import (
     EpochSource,
     PlannedBuild,
     SampleGroups,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from balance.loss_weights import LossNormalizer, LossWeights, sample_weights
-from balance.types import FloatArray, IntArray
-from loaders.plan.epoch_groups import Epoch, PlannedBuild, sample_column
+from isobatch.balance.loss_weights import LossNormalizer, LossWeights, sample_weights
+from isobatch.common.types import FloatArray, IntArray
+from isobatch.loaders.plan.epoch_groups import Epoch, PlannedBuild, sample_column
 
 
 class StepNormalizer:

@@ -11,12 +11,17 @@ from fractions import Fraction
 
 import numpy as np
 
-from balance.loss_weights import LossWeights
-from balance.rng import SHUFFLE, permutation_mask
-from balance.types import BoolArray, IntArray
-from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
-from loaders.plan.selection import SampleRefs, Selection
+from isobatch.balance.loss_weights import LossWeights
+from isobatch.balance.order.mixture import UNIT, figures_of, predicted_waiting
+from isobatch.balance.rng import SHUFFLE, permutation_mask
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
+from isobatch.loaders.plan.selection import SampleRefs, Selection
 
+WAITING = 0.05
+"""Share of ranks' time from which on `waiting_line` says something."""
+DRAWN_GROUPS = 1024
+"""Groups of a build whose loads say how much builds differ."""
 Piece = tuple[Epoch, BoolArray | None]
 """An epoch, and whether each of its groups is in; None for all."""
 BLOCK = 1 << 16
@@ -35,11 +40,15 @@ class MixedGroups:
     def __init__(self, parts: Sequence[EpochSource], weights: Sequence[float], seed: int) -> None:
         """`parts`: one source per build."""
         self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
-        self._parts, self._seed = parts, seed
+        self.parts, self._seed = parts, seed
         exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
         self._shares = [weight / max(exact) for weight in exact]
         self.identity = joint_identity(parts, list(map(str, self._shares)))
         self._epochs = PreparedEpochs(self._make)
+
+    def shares_at(self, step: int) -> list[float]:
+        """Weights of the builds, relative to the largest; the same at every step."""
+        return list(map(float, self._shares))
 
     def epoch(self, number: int) -> "MixedEpoch":
         """Each build's share of its groups."""
@@ -50,8 +59,9 @@ class MixedGroups:
         self._epochs.prepare(number)
 
     def _make(self, number: int) -> "MixedEpoch":
-        chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
-        return MixedEpoch(chosen)
+        pieces = [self._pieces(part, number) for part in range(len(self.parts))]
+        builds = np.repeat(np.arange(len(pieces)), list(map(len, pieces)))
+        return MixedEpoch([piece for part in pieces for piece in part], builds)
 
     def _pieces(self, part: int, number: int) -> list[Piece]:
         """A build's groups of an epoch, ascending: the next stretch of its passes.
@@ -61,7 +71,7 @@ class MixedGroups:
         start, stop = (self._shares[part] * end for end in (number, number + 1))
         pieces: list[Piece] = []
         for turn in range(int(start), int(-(-stop // 1))):
-            groups = self._parts[part].epoch(turn)
+            groups = self.parts[part].epoch(turn)
             size = len(groups)
             first = int(max(start - turn, Fraction(0)) * size)
             end = int(min(stop - turn, Fraction(1)) * size)
@@ -74,6 +84,46 @@ class MixedGroups:
                 chosen |= _mask(pieces.pop())
             pieces.append((groups, chosen))
         return pieces
+
+
+def waiting_line(
+    parts: Sequence[EpochSource], weights: Sequence[float], shape: tuple[int, int]
+) -> str:
+    """How long ranks will wait since builds' groups differ, and what to do; empty if they do not.
+
+    `shape` is (dp, micro_batches).
+    """
+    epochs = [part.epoch(0) for part in parts]
+    vision = f"num_{parts[0].builds[0].manifest.model.vision_unit}"
+    drawn = [np.arange(min(len(epoch), DRAWN_GROUPS)) for epoch in epochs]
+    sizes = np.array(list(map(len, drawn)))
+
+    def sums(*names: str) -> IntArray:
+        both = zip(epochs, drawn, strict=True)
+        return np.array([sum(int(e.column(n, rows).sum()) for n in names) for e, rows in both])
+
+    loads = sums(vision), sums("num_image_tokens", "num_text_tokens", "num_audio_tokens")
+    groups = np.array([w * len(epoch) for w, epoch in zip(weights, epochs, strict=True)])
+    if not groups.sum():
+        return ""
+
+    def waiting(micro_batches: int) -> float:
+        step = shape[0] * micro_batches
+        expected = (groups / groups.sum() * step * UNIT).astype(np.int64)
+        figures = figures_of(expected, loads, sizes, sums("num_samples"))
+        return max(predicted_waiting(figures, (shape[0], micro_batches)))
+
+    now = waiting(shape[1])
+    if now < WAITING:
+        return ""
+    advice = "pack the builds together or to the same caps"
+    if shape[1] == 1 and (later := waiting(4)) < now / 2:
+        advice += f", or give micro_batches_per_step=4 (then {later:.0%})"
+    tokens = ", ".join(f"{mean:,}" for mean in (loads[1] // np.maximum(1, sizes)).tolist())
+    return (
+        f"ranks will wait {now:.0%} of the time for others: the builds' micro-batches differ "
+        f"({tokens} tokens on average, and in vision), and each step mixes them; {advice}"
+    )
 
 
 class JointEpoch(ABC):
@@ -129,7 +179,9 @@ class MixedEpoch(JointEpoch):
     Keeps 2 bytes per group of epochs that are here in part, and nothing of those that are whole.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], builds: IntArray) -> None:
+        """`builds`: number of each piece's build."""
+        self._builds = builds
         self._pieces = [
             (epoch, None if chosen is None else _ChosenRows(chosen)) for epoch, chosen in pieces
         ]
@@ -145,6 +197,17 @@ class MixedEpoch(JointEpoch):
         for (epoch, _), size in zip(self._pieces, np.diff(self._firsts).tolist(), strict=True):
             total += epoch.label_weights(weights) * (size / max(1, len(epoch)))
         return total
+
+    @property
+    def build_sizes(self) -> list[int]:
+        """Groups of each build."""
+        sizes = np.bincount(self._builds, np.diff(self._firsts))
+        return list(map(int, sizes.tolist()))
+
+    def of_builds(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Each group's build and number of samples."""
+        pieces = np.searchsorted(self._firsts, groups, side="right") - 1
+        return self._builds[pieces], self.column("num_samples", groups)
 
     def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
         owners = np.searchsorted(self._firsts, groups, side="right") - 1

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError
-from balance.types import BoolArray
-from loaders.plan.epoch_groups import PlannedBuild
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray
+from isobatch.loaders.plan.epoch_groups import PlannedBuild
 
 Split = Literal["train", "validation"]
 

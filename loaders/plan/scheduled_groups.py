@@ -1,7 +1,8 @@
 """Groups of several builds by weights that change from step to step.
 
 For `loaders.plan.steps`. Each build is read in an endless random order of its own, pass after pass,
-and each step takes as many groups of it as its weight of that step asks for. So a change of weights
+and each step takes as many groups of it as its weight of that step asks for, those most alike as
+`balance` says. So a change of weights
 moves no build's position: nothing is lost, no group comes twice in a pass, and a state continues on
 any ranks, also with another schedule.
 """
@@ -14,12 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.loss_weights import LossWeights
-from balance.order.global_shuffle import GlobalShuffle, LoadLookup, assign_ranks, unfit_state
-from balance.types import IntArray
-from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
-from loaders.plan.mixed_groups import WEIGHT_DENOMINATOR, JointEpoch, joint_identity
+from isobatch.balance.loss_weights import LossWeights
+from isobatch.balance.order.global_shuffle import (
+    GlobalShuffle,
+    LoadLookup,
+    assign_ranks,
+    nearest,
+    unfit_state,
+)
+from isobatch.balance.order.mixture import UNIT as GROUP_UNIT
+from isobatch.balance.order.mixture import figures_of, step_counts
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from isobatch.loaders.plan.mixed_groups import WEIGHT_DENOMINATOR, JointEpoch, joint_identity
 
 MixingWeights = Mapping[str, float]
 """Weight of each build, by its URL or the last part of that; 0 for builds that are not named."""
@@ -30,6 +39,8 @@ ROW_BITS = 40
 """Bits of a group's number for its row; those above say which pass of which build it is in."""
 UNIT = 1 << 32
 """A group, in what is owed to builds: whole numbers, so that all machines agree."""
+_NONE = np.empty(0, np.int64)
+_ROW = (1 << ROW_BITS) - 1
 KEPT_PASSES = 3
 """Passes of a build that are kept: the prefetching threads are in a later one than the trainer."""
 
@@ -95,13 +106,23 @@ class ScheduledGroups(EpochSource):
     the builds' next groups, with which the next epoch then goes on.
     """
 
-    def __init__(self, parts: Sequence[EpochSource], schedule: MixingSchedule, seed: int) -> None:
+    def __init__(
+        self,
+        parts: Sequence[EpochSource],
+        schedule: MixingSchedule,
+        seed: int,
+        balance: float = 0.0,
+    ) -> None:
         """`parts`: one source per build."""
         self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
         self.identity = joint_identity(parts, ["by step"] * len(parts))
-        self.parts, self.schedule, self.seed = parts, schedule, seed
+        self.parts, self.schedule, self.seed, self.balance = parts, schedule, seed, balance
         self._passes: dict[tuple[int, int], Epoch] = {}
         self._lock = threading.Lock()
+
+    def shares_at(self, step: int) -> list[float]:
+        """Weights of the builds at a step, relative to the largest."""
+        return list(map(float, self.schedule.shares(step)))
 
     def epoch(self, number: int) -> "ScheduledEpoch":
         """The groups of any epoch; `begin` gives how many it has."""
@@ -145,7 +166,7 @@ class ScheduledEpoch(JointEpoch):
         return float(sum(groups.label_weights(weights) * share for groups, share in parts))
 
     def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
-        keys, rows = groups >> ROW_BITS, groups & ((1 << ROW_BITS) - 1)
+        keys, rows = groups >> ROW_BITS, groups & _ROW
         for key in np.unique(keys).tolist():
             number, part = divmod(key, len(self._source.parts))
             places = np.flatnonzero(keys == key)
@@ -163,21 +184,25 @@ class WeightedOrder:
         began: int = 0,
         length: int = 0,
         given: int = 0,
-        builds: Sequence[tuple[int, int, int]] = (),
+        builds: Sequence[Sequence[int]] = (),
     ) -> None:
         """`began`: step with which the epoch began; `given` of its `length` groups are past.
 
-        `builds`: passes before the current one, groups taken of that, and what is owed, for each.
+        `builds`: passes before the current one, groups read of that, what is owed, and the groups
+        that are read and not given yet, for each.
         """
         self._source, self.step, self.began = source, step, began
         self.length, self._given = length, given
         builds = builds or [(0, 0, 0)] * len(source.parts)
-        self._passes, taken, self._owed = map(list, zip(*builds, strict=True))
+        self._passes, taken, self._owed = (
+            list(each) for each in zip(*[row[:3] for row in builds], strict=True)
+        )
         is_fit = len(builds) == len(source.parts) and not sum(self._owed)
         if not is_fit or min(step, began, length, given, *self._passes, *taken) < 0:
             raise unfit_state(f"{taken} groups of passes {self._passes}")
         self._orders = [
-            self._order_of(part, number, taken[part]) for part, number in enumerate(self._passes)
+            self._order_of(part, number, consumed, spare)
+            for part, (number, consumed, _, *spare) in enumerate(builds)
         ]
 
     @property
@@ -194,7 +219,11 @@ class WeightedOrder:
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches), shared evenly among ranks."""
-        groups = self.take(dp * micro_batches)
+        count = dp * micro_batches
+        if count == 1 or not self._source.balance:
+            groups = self.take(count)
+        else:
+            groups = self._balanced(dp, micro_batches, loads)
         self.step += 1
         return groups[assign_ranks(*loads(groups), dp, micro_batches)]
 
@@ -206,7 +235,7 @@ class WeightedOrder:
             "length": self.length,
             "given": self._given,
             "builds": [
-                [number, order.consumed, owed]
+                [number, order.consumed, owed, *order.state()["spare"]]
                 for number, order, owed in zip(self._passes, self._orders, self._owed, strict=True)
             ],
         }
@@ -228,14 +257,17 @@ class WeightedOrder:
         """The pass of each build that its next group is in."""
         return [self._source.group_pass(*each) for each in enumerate(self._passes)]
 
-    def _order_of(self, part: int, number: int, taken: int) -> GlobalShuffle:
-        """The random order of a pass."""
+    def _order_of(
+        self, part: int, number: int, consumed: int, spare: Sequence[int] = ()
+    ) -> GlobalShuffle:
+        """The order of a pass."""
         return GlobalShuffle(
             num_groups=len(self._source.group_pass(part, number)),
             seed=self._source.seed,
             epoch=number * len(self._source.parts) + part,
-            balance=0,
-            consumed=taken,
+            balance=self._source.balance,
+            consumed=consumed,
+            spare=spare,
         )
 
     def _loads(self) -> list[Fraction]:
@@ -254,14 +286,8 @@ class WeightedOrder:
         Weights times groups, so that a build of twice the weight has twice the passes. What a step
         cannot give in whole groups is owed to the next ones, so shares hold over any few steps.
         """
-        loads = self._loads()
-        total, active = sum(loads), [part for part, load in enumerate(loads) if load]
-        owed = [
-            self._owed[part] + int(count * UNIT * load / total) if load else 0
-            for part, load in enumerate(loads)
-        ]
-        # what was owed to builds that have no weight now, and what rounding lost
-        owed[max(active, key=lambda part: loads[part])] += count * UNIT - sum(owed)
+        owed, expected = self._owed_with(count)
+        active = [part for part, share in enumerate(expected) if share]
         counts = [max(0, each // UNIT) for each in owed]
         while (missing := count - sum(counts)) != 0:
             sign = 1 if missing > 0 else -1
@@ -272,6 +298,62 @@ class WeightedOrder:
         self._owed = [each - UNIT * taken for each, taken in zip(owed, counts, strict=True)]
         return counts
 
+    def _owed_with(self, count: int) -> tuple[list[int], list[int]]:
+        """What is owed to builds with the next `count` groups, and what these add, in UNITs."""
+        loads = self._loads()
+        total = sum(loads)
+        # at least one, so that it is known which builds have a weight
+        expected = [max(1, int(count * UNIT * load / total)) if load else 0 for load in loads]
+        owed = [self._owed[part] + share if share else 0 for part, share in enumerate(expected)]
+        # what was owed to builds that have no weight now, and what rounding lost
+        owed[max(range(len(loads)), key=lambda part: loads[part])] += count * UNIT - sum(owed)
+        return owed, expected
+
+    def _balanced(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
+        """A step's groups, int64: of each build as many as `step_counts` says, the most alike."""
+        count = dp * micro_batches
+        owed, expected = self._owed_with(count)
+        pools = [
+            self._candidates(part, max(-(-owed[part] // UNIT), min(dp, count))) if share else _NONE
+            for part, share in enumerate(expected)
+        ]
+        sizes = np.array(list(map(len, pools)))
+        costs = list(map(loads, pools))
+        samples = [
+            self._source.group_pass(part, self._passes[part]).column("num_samples", pool & _ROW)
+            for part, pool in enumerate(pools)
+        ]
+        sums = [np.array([int(load[kind].sum()) for load in costs]) for kind in (0, 1)]
+        shares = np.array(expected) // (UNIT // GROUP_UNIT)
+        figures = figures_of(shares, sums, sizes, np.array([each.sum() for each in samples]))
+        debt = np.array(owed) // (UNIT // GROUP_UNIT) - shares
+        # a pass that ends goes on with the next
+        available = np.where(np.array(expected) > 0, count, 0)
+        counts = step_counts(figures, debt, available, (dp, micro_batches)).tolist()
+        taken = [_NONE]
+        for part, number in enumerate(counts):
+            order = self._orders[part]
+            if number >= order.remaining or number > len(pools[part]):
+                taken.append(self._take(part, number))
+            elif number:
+                chosen = nearest(*costs[part], number, order.tolerance)
+                taken.append(pools[part][chosen])
+                order.remove(chosen)
+        self._owed = [each - UNIT * number for each, number in zip(owed, counts, strict=True)]
+        self._given += count
+        return np.concatenate(taken)
+
+    def _candidates(self, part: int, count: int) -> IntArray:
+        """Groups of a build's pass out of which `count` are chosen, the longest waiting first."""
+        if not self._orders[part].consumed:
+            self._source.prepare_pass(part, self._passes[part] + 1)
+        return self._numbered(part, self._orders[part].candidates(count))
+
+    def _numbered(self, part: int, rows: IntArray) -> IntArray:
+        """Groups of a build's pass as numbers of `ScheduledEpoch`."""
+        first = (self._passes[part] * len(self._passes) + part) << ROW_BITS
+        return np.asarray(rows + first, np.int64)
+
     def _take(self, part: int, count: int) -> IntArray:
         """The next groups of a build, across its passes, as numbers of `ScheduledEpoch`."""
         parts = [np.empty(0, np.int64)]
@@ -280,7 +362,7 @@ class WeightedOrder:
             if not order.consumed:
                 self._source.prepare_pass(part, number + 1)
             rows = order.take(count)
-            parts.append(((number * len(self._passes) + part) << ROW_BITS) + rows)
+            parts.append(self._numbered(part, rows))
             count -= len(rows)
             if not order.remaining:
                 self._passes[part] += 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from balance.types import Groups, IntArray
+from isobatch.common.types import Groups, IntArray
 
 
 class GroupSlice(NamedTuple):

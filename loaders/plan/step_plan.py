@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.order.global_shuffle import GroupOrder
-from balance.types import FloatArray, IntArray
-from loaders.plan.selection import Selection
+from isobatch.balance.order.global_shuffle import GroupOrder
+from isobatch.common.types import FloatArray, IntArray
+from isobatch.loaders.plan.selection import Selection
 
 
 class StepTotals(NamedTuple):

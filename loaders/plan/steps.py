@@ -13,24 +13,29 @@ from typing import Any, Literal
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.loss_weights import LossNormalizer, LossWeights
-from balance.order.global_shuffle import GlobalShuffle, GroupOrder, take_steps
-from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
-from balance.types import COUNT_COLUMNS, IntArray
-from loaders.plan._saved_state import STATE_VERSION, checked_state
-from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
-from loaders.plan.in_order import InOrder
-from loaders.plan.loss_normalizer import StepNormalizer
-from loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
-from loaders.plan.step_plan import StepFigures, StepPlan, StepTotals
-from loaders.plan.window_order import WindowOrder
-from loaders.plan.windows import WindowGroups
+from isobatch.balance.loss_weights import LossNormalizer, LossWeights
+from isobatch.balance.order.global_shuffle import GlobalShuffle, GroupOrder, take_steps
+from isobatch.balance.order.mixture import MixedShuffle
+from isobatch.balance.steps.step_planner import (
+    StepAssignment,
+    StepPlanner,
+    StepRequest,
+    check_assignment,
+)
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import COUNT_COLUMNS, IntArray
+from isobatch.loaders.plan._saved_state import STATE_VERSION, checked_state
+from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
+from isobatch.loaders.plan.in_order import InOrder
+from isobatch.loaders.plan.loss_normalizer import StepNormalizer
+from isobatch.loaders.plan.mixed_groups import MixedEpoch, MixedGroups
+from isobatch.loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
+from isobatch.loaders.plan.step_plan import StepFigures, StepPlan, StepTotals
+from isobatch.loaders.plan.window_order import WindowOrder
+from isobatch.loaders.plan.windows import WindowGroups
 
 Remainder = Literal["pad", "drop", "split"]
 
-_ORDERS: list[tuple[type, str]] = [(InOrder, "stored"), (WindowGroups, "windows")]
-"""Names of orders in a state, by source."""
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
 
@@ -117,7 +122,7 @@ class Steps:
         """This position: plain JSON, the same on every rank, for any number of ranks."""
         return {
             "version": STATE_VERSION,
-            "order": next((n for kind, n in _ORDERS if isinstance(self._source, kind)), "random"),
+            "order": _order_name(self._source),
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),
@@ -217,13 +222,16 @@ class Steps:
             return self._source.begin(stream or WeightedOrder(self._source).after_epoch())
         # made once, because regrouping takes seconds
         groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
-        return groups, GlobalShuffle(
-            num_groups=len(groups),
-            seed=self._config.seed,
-            epoch=epoch,
-            balance=self._config.balance,
-            **stream,
-        )
+        options: dict[str, Any] = {
+            "seed": self._config.seed,
+            "epoch": epoch,
+            "balance": self._config.balance,
+        }
+        if isinstance(groups, MixedEpoch):
+            return groups, MixedShuffle(
+                sizes=groups.build_sizes, build_lookup=groups.of_builds, **options, **stream
+            )
+        return groups, GlobalShuffle(num_groups=len(groups), **options, **stream)
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches
@@ -341,6 +349,15 @@ def _packed_figures(stored: StepFigures, work: StepAssignment, request: StepRequ
         llm_tokens=np.stack(llm_tokens)[None],
         complete=np.full((1, len(llm_tokens[0])), stored.complete.all()),
     )
+
+
+def _order_name(source: EpochSource) -> str:
+    """The name of a source's order in a state."""
+    if isinstance(source, InOrder):
+        return "stored"
+    if isinstance(source, WindowGroups):
+        return "windows by source" if source.settings.is_mixed else "windows"
+    return "mixed" if isinstance(source, MixedGroups | ScheduledGroups) else "alike"
 
 
 def _digest(content: bytes) -> str:

@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from balance.errors import DataError
-from balance.flops import FlopsModel
-from balance.loss_weights import LossWeights, sample_weights
-from balance.metrics import longest
-from balance.order.global_shuffle import GlobalShuffle, unfit_state
-from balance.types import COUNT_COLUMNS, Groups, IntArray, Limits
-from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
-from loaders.plan.in_order import cut_groups, group_in_order
-from loaders.plan.selection import SampleRefs, Selection
-from loaders.plan.window_order import (
+from isobatch.balance.loss_weights import LossWeights, sample_weights
+from isobatch.balance.metrics import longest
+from isobatch.balance.order.global_shuffle import GlobalShuffle, unfit_state
+from isobatch.common.errors import DataError
+from isobatch.common.types import COUNT_COLUMNS, Groups, IntArray, Limits
+from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from isobatch.loaders.plan.in_order import cut_groups, group_in_order
+from isobatch.loaders.plan.selection import SampleRefs, Selection
+from isobatch.loaders.plan.window_order import (
     LLM_KINDS,
     Lengths,
     PlannedGroups,
@@ -34,6 +33,7 @@ from loaders.plan.window_order import (
     WindowFigures,
     WindowOrder,
 )
+from isobatch.models.flops import FlopsModel
 
 LABEL_UNITS = 256
 """The labels of a mean group are rounded to 1 / this, so that products with it are exact."""
@@ -67,6 +67,11 @@ class WindowSettings:
     """Whether groups come in rounds, one of each rank, and not as `balance` says."""
     ranks: int = 1
     """Data-parallel ranks; without shuffling, the groups of an epoch are a multiple of them."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a step's groups are chosen by their sources as well."""
+        return self.packing and self.shuffle and not self.are_rounds
 
 
 class WindowGroups(EpochSource):
@@ -209,6 +214,16 @@ class WindowEpoch(Epoch):
         members = self._planned.members(groups)
         return np.zeros_like(groups), np.append(members.samples, 0)[members.offsets[:-1]]
 
+    def sources(self, groups: IntArray) -> IntArray:
+        """Samples of each source in the groups, int64, (groups, sources)."""
+        members = self._planned.members(groups)
+        names, numbers = np.unique(
+            self.source.lengths.sorted_sources(members.samples), return_inverse=True
+        )
+        count = max(1, len(names))
+        cells = np.repeat(np.arange(len(groups)), members.sizes) * count + numbers
+        return np.bincount(cells, minlength=len(groups) * count).reshape(-1, count)
+
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if all groups had those of the run's mean group.
 
@@ -321,7 +336,7 @@ class WindowEpoch(Epoch):
         if not len(samples):
             return Groups(samples, np.zeros(1, np.int64)), samples
         limits = self.limits or lengths.choose_limits(samples)
-        samples = lengths.within(samples, limits)
+        samples = lengths.within(samples)
         if not limits.max_vision:
             limits = lengths.with_images(samples, limits)
         self.limits = limits
@@ -341,8 +356,8 @@ class WindowEpoch(Epoch):
         self, samples: IntArray, loads: Loads, limits: Limits, consumed: int, *, is_last: bool
     ) -> tuple[Groups, IntArray]:
         """Groups of rows of `samples`, and the rows that wait."""
-        from balance.grouping.padded import group_padded  # noqa: PLC0415  (see `loaders`)
-        from balance.grouping.window import group_window  # noqa: PLC0415
+        from isobatch.balance.grouping.padded import group_padded  # noqa: PLC0415  (see `loaders`)
+        from isobatch.balance.grouping.window import group_window  # noqa: PLC0415
 
         settings, packing = self.source.settings, self.source.settings.packing
         if not settings.shuffle:

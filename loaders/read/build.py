@@ -17,23 +17,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.config import check_types
-from balance.errors import ConfigError, DamagedShard, first_line
-from loaders.read.cache import Cache
-from loaders.read.local import LocalMedia, LocalShards
-from loaders.read.remote import RemoteMedia, RemoteShards
-from loaders.read.write_behind import WriteBehind
-from shards.arrow.record_batch import ArrowLayout
-from shards.arrow_shards import decode_arrow, shard_schema
-from shards.checksums import wrong_bytes
-from shards.index import INDEX_NAME
-from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
-from shards.object_store import RangeReader
-from shards.stored_group import DECODE_ERRORS, GroupBytes, StoredGroup
-from shards.tar_shards import decode_tar
+from isobatch.common.config import check_types
+from isobatch.common.errors import ConfigError, DamagedShard, first_line
+from isobatch.loaders.read.cache import Cache
+from isobatch.loaders.read.local import LocalMedia, LocalShards
+from isobatch.loaders.read.remote import RemoteMedia, RemoteShards
+from isobatch.loaders.read.write_behind import WriteBehind
+from isobatch.shards.arrow.record_batch import ArrowLayout
+from isobatch.shards.arrow_shards import decode_arrow, shard_schema
+from isobatch.shards.checksums import wrong_bytes
+from isobatch.shards.index import INDEX_NAME
+from isobatch.shards.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    unfinished,
+)
+from isobatch.shards.object_store import RangeReader
+from isobatch.shards.stored_group import DECODE_ERRORS, GroupBytes, StoredGroup
+from isobatch.shards.tar_shards import decode_tar
 
 if TYPE_CHECKING:
-    from shards.tables import SampleTable
+    from isobatch.shards.tables import SampleTable
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 DEFAULT_CACHE_BYTES = 16 << 30
@@ -93,19 +99,19 @@ class Build:
     @cached_property
     def samples(self) -> "SampleTable":
         """Counts of each sample; read when first asked for."""
-        from shards.tables import read_samples  # noqa: PLC0415  (see `loaders`)
+        from isobatch.shards.tables import read_samples  # noqa: PLC0415  (see `loaders`)
 
         return read_samples(self.manifest, self.index, self.shards.open_file)
 
     def sample_values(self, name: str) -> NDArray[Any]:
         """A column of counts.parquet for all samples, in stored order."""
-        from shards.tables import read_sample_values  # noqa: PLC0415  (see `loaders`)
+        from isobatch.shards.tables import read_sample_values  # noqa: PLC0415  (see `loaders`)
 
         return read_sample_values(self.manifest, name, self.shards.open_file)
 
     def id_hashes(self) -> NDArray[np.uint64]:
         """A hash of each sample's id, in stored order."""
-        from shards.tables import read_id_hashes  # noqa: PLC0415  (see `loaders`)
+        from isobatch.shards.tables import read_id_hashes  # noqa: PLC0415  (see `loaders`)
 
         return read_id_hashes(self.manifest, self.shards.open_file)
 

@@ -13,9 +13,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from balance.errors import os_reason
-from balance.interface.visible_text import visible_line
-from loaders.read._cache_quota import Quota, locked
+from isobatch.common.errors import os_reason
+from isobatch.common.visible_text import visible_line
+from isobatch.loaders.read._cache_quota import Quota, locked
 
 
 class Cache:

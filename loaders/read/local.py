@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from balance.errors import DamagedShard, DataError, first_line
-from shards.arrow_shards import read_schema
-from shards.index import GroupIndex, open_index
-from shards.manifest import BuildFile, FolderFiles, Manifest
-from shards.stored_group import MissingFile
+from isobatch.common.errors import DamagedShard, DataError, first_line
+from isobatch.shards.arrow_shards import read_schema
+from isobatch.shards.index import GroupIndex, open_index
+from isobatch.shards.manifest import BuildFile, FolderFiles, Manifest
+from isobatch.shards.stored_group import MissingFile
 
 MAX_OPEN = 64
 """Open shards at a time, each a file descriptor. A random order needs all of them by turns, but to

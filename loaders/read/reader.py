@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from balance.types import IntArray
-from loaders.plan.selection import GroupSlice, Selection, StoredSample
-from loaders.read.build import Build
-from shards.stored_group import EMPTY_GROUP, NO_NUMBERS, Int32Array, StoredGroup
+from isobatch.common.types import IntArray
+from isobatch.loaders.plan.selection import GroupSlice, Selection, StoredSample
+from isobatch.loaders.read.build import Build
+from isobatch.shards.stored_group import EMPTY_GROUP, NO_NUMBERS, Int32Array, StoredGroup
 
 CACHED_BYTES = 256 << 20
 """Stored groups of which samples were cut out, images included: others may be wanted next."""
@@ -40,6 +40,7 @@ class SampleReader:
         self._held_bytes = 0
         self.is_remote = any(build.shards.is_remote for build in builds)
         """Whether some of it is in a store, so that it matters what is asked for ahead."""
+        self.has_videos = any(build.manifest.has_videos for build in builds)
         self._extras = tuple({name: None for build in builds for name in build.manifest.extras})
 
     @property

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import DataError
-from balance.types import IntArray
-from loaders.read.cache import Cache, write_at
-from loaders.read.local import group_place
-from loaders.read.write_behind import WriteBehind
-from shards.arrow_shards import read_schema, schema_problem
-from shards.checksums import FileChecksum, group_checksum, wrong_bytes
-from shards.index import open_index
-from shards.manifest import CHECKED_BYTES, BuildFile, Manifest
-from shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
-from shards.stored_group import MissingFile
+from isobatch.common.errors import DataError
+from isobatch.common.types import IntArray
+from isobatch.loaders.read.cache import Cache, write_at
+from isobatch.loaders.read.local import group_place
+from isobatch.loaders.read.write_behind import WriteBehind
+from isobatch.shards.arrow_shards import read_schema, schema_problem
+from isobatch.shards.checksums import FileChecksum, group_checksum, wrong_bytes
+from isobatch.shards.index import open_index
+from isobatch.shards.manifest import CHECKED_BYTES, BuildFile, Manifest
+from isobatch.shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
+from isobatch.shards.stored_group import MissingFile
 
 REQUEST_BYTES = 4 << 20
 """Largest joined request: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by 200 KB."""

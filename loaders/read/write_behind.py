@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
-from loaders.read.cache import Cache
+from isobatch.loaders.read.cache import Cache
 
 BEHIND_BYTES = 128 << 20
 MUCH = 0.75

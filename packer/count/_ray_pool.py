@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from balance.errors import ConfigError, DataError, IsobatchError
-from packer.count.sample_counter import Counted, CountJob, count_chunk
-from packer.count.staging import Staging
+from isobatch.common.errors import ConfigError, DataError, IsobatchError
+from isobatch.counting.sample_counter import Counted, CountJob, count_chunk
+from isobatch.packer.count.staging import Staging
 
 WINDOW_PER_WORKER = 8
 """Chunks in flight per worker: they keep it busy while a window ends, and bound memory."""

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import DataError
-from balance.rng import COPIES, random_permutation
-from balance.types import IntArray
-from packer.sources.dataset import Dataset
-from shards.index import LostSample
+from isobatch.balance.rng import COPIES, random_permutation
+from isobatch.common.errors import DataError
+from isobatch.common.types import IntArray
+from isobatch.packer.sources.dataset import Dataset
+from isobatch.shards.index import LostSample
 
 
 def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArray:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from typing import TypeVar
 
-from balance.errors import DataError
+from isobatch.common.errors import DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -3,7 +3,8 @@
 For loading without a build. What `--dataset` names is read once, in its order, into an Arrow file
 in the user's cache folder, which all processes of a machine map and later runs find again. That
 takes the disk space of the records, with the images that are inside of them (Parquet); files that
-records name, and those in tars, stay where they are. In memory are some bytes per record.
+records name, and those in tars, stay where they are. In memory are some bytes per record. The cache
+has a limit (`common.kept_files`): files that were used longest ago go.
 """
 
 import fcntl
@@ -20,18 +21,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import DataError, first_line
-from packer.count.mixture_sampling import copies_per_sample, numbered_ids
-from packer.demo.dataset import DEMO_SAMPLES, write_demo
-from packer.progress import StageProgress
-from packer.records.record import RawRecord
-from packer.records.schemas import id_of
-from packer.sources.columns import parse_columns
-from packer.sources.dataset import DEMO, Dataset, Part, find_dataset
-from shards.folders import cache_folder, is_uri, naming_full_disk
+from isobatch.common.errors import DataError, first_line
+from isobatch.common.kept_files import MAX_BYTES, RECORDS, note_use, remove_files
+from isobatch.counting.records.record import RawRecord
+from isobatch.counting.records.schemas import id_of
+from isobatch.packer.count.mixture_sampling import copies_per_sample, numbered_ids
+from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources.columns import parse_columns
+from isobatch.packer.sources.dataset import DEMO, Dataset, Part, find_dataset
+from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk
 
 BATCH_RECORDS = 256
 """Records of a batch of the file: few, because each may have images of some megabytes."""
+_CLEAN = "make room there, for example with packer cache --clean"
 _SCHEMA = pa.schema([("part", pa.int32()), ("id", pa.string()), ("record", pa.large_binary())])
 
 
@@ -47,12 +50,14 @@ class RecordTable:
         self.dataset = dataset
         self.identity = _identity(dataset)
         """Changes when the files do."""
-        self._file = cache_folder("records") / f"{self.identity}.arrow"
+        self._file = cache_folder("records") / (self.identity + RECORDS)
         with _locked(self._file.with_suffix(".lock")):
             if not self._file.exists():
-                with naming_full_disk(self._file.parent):
+                with naming_full_disk(self._file.parent, _CLEAN):
                     _read_all(dataset, self._file, progress)
-        reader = pa.ipc.open_file(pa.memory_map(str(self._file)))
+            note_use(self._file)
+            reader = pa.ipc.open_file(pa.memory_map(str(self._file)))
+        remove_files(self._file.parent, RECORDS, MAX_BYTES[RECORDS], keep=self._file)
         self._batches = [reader.get_batch(place) for place in range(reader.num_record_batches)]
         self._starts = np.cumsum([0, *map(len, self._batches)])
         table = pa.Table.from_batches(self._batches, _SCHEMA)

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from balance.errors import DataError
-from packer.count._ray_pool import count_on_ray
-from packer.count.pool import map_ordered
-from packer.count.sample_counter import CountJob, CountSettings, count_chunk
-from packer.count.staging import Staging, count_staged
-from packer.progress import StageProgress
-from packer.sources.base import Chunk, OnBytes, RecordChunk, cut
-from packer.sources.dataset import Dataset, Part
+from isobatch.common.errors import DataError
+from isobatch.counting.records.record import Chunk
+from isobatch.counting.sample_counter import CountJob, CountSettings, count_chunk
+from isobatch.packer.count._ray_pool import count_on_ray
+from isobatch.packer.count.pool import map_ordered
+from isobatch.packer.count.staging import Staging, count_staged
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources.base import OnBytes, RecordChunk, cut
+from isobatch.packer.sources.dataset import Dataset, Part
 
 
 def count_dataset(

@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from balance.types import IntArray
-from packer.count.sample_counter import EXTRA_KINDS, Counted, blob_name, staged_schema
-from packer.records.extras import Kinds, joined_kinds, types_of
-from packer.records.fields import NeverRead, add_never_read, never_read
-from shards.stored_group import EXTRAS, ExtraTypes
-from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
+from isobatch.common.types import IntArray
+from isobatch.counting.records.extras import Kinds, joined_kinds, types_of
+from isobatch.counting.records.fields import NeverRead, add_never_read, never_read
+from isobatch.counting.sample_counter import EXTRA_KINDS, Counted, blob_name, staged_schema
+from isobatch.shards.stored_group import EXTRAS, ExtraTypes
+from isobatch.shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
 
 MERGED_PARTS = 32
 """Parts in one record batch of the merged file: writers look into each batch, so few are better."""

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from packer.demo.texts import NUMBER_NAMES, name, sentence
+from isobatch.packer.demo.texts import NUMBER_NAMES, name, sentence
 
 Colour = tuple[int, int, int]
 COLOURS: dict[str, Colour] = {

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from packer.demo._pictures import Picture, draw_picture
-from packer.demo.texts import passage, text_task
+from isobatch.packer.demo._pictures import Picture, draw_picture
+from isobatch.packer.demo.texts import passage, text_task
 
 _IMAGES_PER_SAMPLE = {0: 250, 1: 520, 2: 100, 3: 50, 4: 30, 5: 20, 6: 10, 7: 10, 8: 10}
 _ROUNDS = {1: 55, 2: 25, 3: 12, 4: 8}

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
-from balance.errors import DataError, first_line
-from balance.media.decoder_faults import fault_of, quiet_decoders
-from balance.media.frame_archive import is_frame_archive, unpack_frames
-from packer.media.video_header import first_frame
-from packer.records.media import SampleProblem
+from isobatch.common.errors import DataError, first_line
+from isobatch.counting.headers.video_header import first_frame
+from isobatch.counting.records.media import SampleProblem
+from isobatch.media.decoder_faults import fault_of, quiet_decoders
+from isobatch.media.frame_archive import is_frame_archive, unpack_frames
 
 MOST_PIXELS = 160
 """Longer side of a thumbnail."""

@@ -5,10 +5,10 @@
 
 from pathlib import Path
 
-from packer.html_page import render
-from packer.inspect import terminal
-from packer.inspect._thumbnails import MOST_PIXELS
-from packer.inspect.view import GroupView
+from isobatch.packer.html_page import render
+from isobatch.packer.inspect import terminal
+from isobatch.packer.inspect._thumbnails import MOST_PIXELS
+from isobatch.packer.inspect.view import GroupView
 
 NUMBERED_SHARE = 0.025
 """Least share of a load bar for a sample's part to show its number."""

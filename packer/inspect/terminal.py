@@ -9,11 +9,11 @@ import json
 from rich.console import Console
 from rich.text import Text
 
-from balance.interface.consoles import foreign
-from balance.interface.visible_text import visible, visible_line
-from packer.format_text import capitalised, counted, size_text
-from packer.inspect.token_text import Piece, PieceKind
-from packer.inspect.view import GroupView, ImageView, SampleView
+from isobatch.common.consoles import foreign
+from isobatch.common.visible_text import visible, visible_line
+from isobatch.packer.format_text import capitalised, counted, size_text
+from isobatch.packer.inspect.token_text import Piece, PieceKind
+from isobatch.packer.inspect.view import GroupView, ImageView, SampleView
 
 SHOWN_CHARACTERS, SHOWN_IDS = 400, 12
 """Most characters or ids of a piece."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from balance.errors import ConfigError
-from balance.types import LABEL_IGNORE
-from packer.text.chat_tokenizer import ChatTokenizer
-from packer.text.tokenizer_files import build_backend, read_tokenizer_files
-from shards.manifest import Manifest
-from shards.stored_group import Int32Array
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.counting.text.chat_tokenizer import ChatTokenizer
+from isobatch.counting.text.tokenizer_files import build_backend, read_tokenizer_files
+from isobatch.shards.manifest import Manifest
+from isobatch.shards.stored_group import Int32Array
 
 
 class PieceKind(StrEnum):

@@ -14,26 +14,26 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from balance.errors import ConfigError, DamagedShard, first_line
-from balance.media.audio_tokens import plan_clip
-from balance.media.frame_archive import pack_frames
-from balance.media.image_tokens import ImagePlan, plan_image
-from balance.media.video_rules import VideoRule
-from balance.media.video_tokens import VideoFacts, plan_video
-from balance.types import COUNT_COLUMNS, IntArray, Limits
-from packer.demo.dataset import demo_tokenizer_path
-from packer.inspect._thumbnails import Thumbnail, make_thumbnail
-from packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
-from packer.sources.dataset import DEMO
-from packer.table_queries import find_rows, read_rows
-from shards.arrow.record_batch import ArrowLayout
-from shards.arrow_shards import decode_arrow, shard_schema
-from shards.folders import on_disk, open_folder
-from shards.index import IDS_NAME, INDEX_NAME, open_index
-from shards.manifest import FolderFiles, Manifest, read_manifest
-from shards.stored_group import DECODE_ERRORS, StoredGroup, frame_paths
-from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, read_groups, read_table
-from shards.tar_shards import decode_tar
+from isobatch.common.errors import ConfigError, DamagedShard, first_line
+from isobatch.common.types import COUNT_COLUMNS, IntArray, Limits
+from isobatch.media.frame_archive import pack_frames
+from isobatch.models.audio_tokens import plan_clip
+from isobatch.models.image_tokens import ImagePlan, plan_image
+from isobatch.models.video_rules import VideoRule
+from isobatch.models.video_tokens import VideoFacts, plan_video
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.inspect._thumbnails import Thumbnail, make_thumbnail
+from isobatch.packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
+from isobatch.packer.sources.dataset import DEMO
+from isobatch.packer.table_queries import find_rows, read_rows
+from isobatch.shards.arrow.record_batch import ArrowLayout
+from isobatch.shards.arrow_shards import decode_arrow, shard_schema
+from isobatch.shards.folders import on_disk, open_folder
+from isobatch.shards.index import IDS_NAME, INDEX_NAME, open_index
+from isobatch.shards.manifest import FolderFiles, Manifest, read_manifest
+from isobatch.shards.stored_group import DECODE_ERRORS, StoredGroup, frame_paths
+from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, read_groups, read_table
+from isobatch.shards.tar_shards import decode_tar
 
 _TABLES = (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME, REJECTED_NAME)
 Row = dict[str, Any]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from balance.errors import DataError
-from balance.types import Limits
-from packer.records.fields import NeverRead
-from packer.records.record import BY_CHOICE
-from packer.table_queries import as_frame, count_reasons
+from isobatch.common.errors import DataError
+from isobatch.common.types import Limits
+from isobatch.counting.records.fields import NeverRead
+from isobatch.counting.records.record import BY_CHOICE
+from isobatch.packer.table_queries import as_frame, count_reasons
 
 
 @dataclass(frozen=True, slots=True)

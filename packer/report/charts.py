@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from markupsafe import Markup, escape
 
-from balance.types import FloatArray, IntArray
+from isobatch.common.types import FloatArray, IntArray
 
 # in user units; the page scales them
 WIDTH, HEIGHT = 520, 150

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.baseline_samplers import BASELINES, BATCH_SIZE, as_groups
-from balance.config import build_config
-from balance.errors import ConfigError, DataError
-from balance.metrics import (
+from isobatch.balance.baseline_samplers import BASELINES, BATCH_SIZE, as_groups
+from isobatch.balance.metrics import (
     autocorrelation,
     dist_ratio,
     fill,
@@ -30,14 +28,16 @@ from balance.metrics import (
     source_autocorrelation,
     source_entropy,
 )
-from balance.order.global_shuffle import epoch_steps
-from balance.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
-from packer.group import LIMITS_NAME
-from packer.records.fields import NeverRead
-from packer.table_queries import count_reasons, query_table
-from shards.folders import on_disk
-from shards.manifest import MANIFEST_NAME, Manifest, read_manifest
-from shards.tables import (
+from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.common.config import build_config
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
+from isobatch.counting.records.fields import NeverRead
+from isobatch.packer.group import LIMITS_NAME
+from isobatch.packer.table_queries import count_reasons, query_table
+from isobatch.shards.folders import on_disk
+from isobatch.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
+from isobatch.shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
     REJECTED_NAME,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from balance.baseline_samplers import BATCH_SIZE
-from balance.metrics import dist_ratio, step_loads
-from balance.types import IntArray
-from packer.format_text import counted, share_text
-from packer.html_page import render
-from packer.report.charts import histogram, rank_bars
-from packer.report.figures import BEFORE, TABLE_3, TITLES, Report
-from packer.report.terminal import (
+from isobatch.balance.baseline_samplers import BATCH_SIZE
+from isobatch.balance.metrics import dist_ratio, step_loads
+from isobatch.common.types import IntArray
+from isobatch.packer.format_text import counted, share_text
+from isobatch.packer.html_page import render
+from isobatch.packer.report.charts import histogram, rank_bars
+from isobatch.packer.report.figures import BEFORE, TABLE_3, TITLES, Report
+from isobatch.packer.report.terminal import (
     SOURCE_CAPTION,
     balance_table,
     shuffle_caption,

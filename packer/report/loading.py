@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from balance.types import FloatArray
-from packer.html_page import FOLDER, render
-from packer.records.record import REASONS
-from packer.report.build_summary import Rejection
-from packer.report.charts import step_lines
+from isobatch.common.types import FloatArray
+from isobatch.counting.records.record import REASONS
+from isobatch.packer.html_page import FOLDER, render
+from isobatch.packer.report.build_summary import Rejection
+from isobatch.packer.report.charts import step_lines
 
 SERIES = {"vision encoders": "samples", "LLMs": "ours"}
 """What the ranks wait for -> colour of its line."""

@@ -11,19 +11,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from balance.baseline_samplers import BATCH_SIZE
-from balance.grouping.caps import GROUPS_LINE
-from balance.interface.consoles import foreign
-from balance.interface.visible_text import visible_line
-from packer.build_dir import REPORT_NAME
-from packer.format_text import counted, seconds_text, share_text, size_text
-from packer.records.fields import never_read_line
-from packer.records.record import REASONS
-from packer.report.build_summary import BuildSummary
-from packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, MethodFigures, Report
-from shards.folders import join
-from shards.manifest import read_manifest
-from shards.tables import REJECTED_NAME
+from isobatch.balance.baseline_samplers import BATCH_SIZE
+from isobatch.balance.grouping.caps import GROUPS_LINE
+from isobatch.common.consoles import foreign
+from isobatch.common.visible_text import visible_line
+from isobatch.counting.records.fields import never_read_line
+from isobatch.counting.records.record import REASONS
+from isobatch.packer.build_dir import REPORT_NAME
+from isobatch.packer.format_text import counted, seconds_text, share_text, size_text
+from isobatch.packer.report.build_summary import BuildSummary
+from isobatch.packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, MethodFigures, Report
+from isobatch.shards.folders import join
+from isobatch.shards.manifest import read_manifest
+from isobatch.shards.tables import REJECTED_NAME
 
 LABEL_WIDTH = 10
 NONE = "-"

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import pyarrow as pa
 
-from balance.errors import ConfigError, DataError, first_line
-from packer.records.fields import NO_MEANING, example_of, is_empty
-from packer.records.record import RawRecord
-from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from packer.records.user_map import ALL_COLUMNS
-from shards.folders import Folder, is_uri, join, open_folder
-from shards.local_folder import FileInfo
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.counting.records.fields import NO_MEANING, Unread, example_of, is_empty
+from isobatch.counting.records.record import Chunk, RawRecord
+from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
+from isobatch.counting.records.user_map import ALL_COLUMNS
+from isobatch.shards.folders import Folder, is_uri, join, open_folder
+from isobatch.shards.local_folder import FileInfo
 
 FIRST_RECORDS = 1000
 """Records that are looked at for the columns of a dataset."""
@@ -44,6 +44,8 @@ class Located:
     """`Columns`, where the dataset has names of its own."""
     name: str = ""
     """Name of the dataset, where its description gives one."""
+    unread: tuple[Unread, ...] = ()
+    """Keys of that description which say something that nothing here does."""
 
     def identity(self) -> dict[str, str]:
         """What decides the records of the same files; empty for most."""
@@ -57,13 +59,6 @@ class Located:
             (key, value.seeded(seed) if key == "sampling" else value) for key, value in self.options
         )
         return replace(self, options=tuple(options))
-
-
-class Chunk(Protocol):
-    """Some records of a source; plain values, so that other processes and machines can read it."""
-
-    def records(self) -> Iterator[RawRecord]:
-        """The records, in order. DataError if the file under them cannot be read."""
 
 
 class Source(ABC):
@@ -194,9 +189,3 @@ def prefix_under(folder: str, data_root: str, what: str) -> str:
             f"{folder}: {what} hold their own images: they must be under the data root {data_root}"
         )
     return folder[len(data_root) :]
-
-
-def incomplete(name: str, where: str, missing: list[str]) -> DataError:
-    """The error for a dataset whose files are not all there."""
-    listed = "\n  - ".join(["", *missing])
-    return DataError(f"{name} is incomplete {where}; missing:{listed}")

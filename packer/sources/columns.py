@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from balance.errors import ConfigError
-from packer.records.record import RawRecord
-from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from packer.sources.base import Chunk, Located, OnBytes, Source
-from shards.local_folder import FileInfo
+from isobatch.common.errors import ConfigError
+from isobatch.counting.records.record import Chunk, RawRecord
+from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
+from isobatch.packer.sources.base import Located, OnBytes, Source
+from isobatch.shards.local_folder import FileInfo
 
 _NEXT_TO_TURNS = frozenset({"system", "system_prompt", "history", "tools", "input", "context"})
 _OTHERS = frozenset({"answers", "label"})
+TURNS = ("messages", "conversations", "conversation")
+"""Keys of turns."""
+PROPERTIES = ("role", "content")
+"""Keys of a turn, which have other names too (Axolotl's `message_property_mappings`)."""
 CONTENT = CONTENT_KEYS | _NEXT_TO_TURNS | _OTHERS
 """Keys that are text to learn, or lead to it."""
 
@@ -44,6 +48,11 @@ class Columns:
             {self.chosen} if self.chosen else set()
         )
 
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Their name and ours of each column."""
+        return tuple((theirs, ours) for ours, theirs in self.names)
+
     def ours(self, column: str) -> str:
         """Our name of a column."""
         return next((ours for ours, theirs in self.names if theirs == column), column)
@@ -59,8 +68,9 @@ class Columns:
         rest = (key for key in record if key not in theirs)
         found = {f".{key}" if key in hidden else key: record[key] for key in rest}
         found |= {ours: record[given] for ours, given in self.names if given in record}
-        if self.role_key:
-            found["messages"] = self._turns(found.get("messages"), record.get(self.chosen))
+        if self.role_key or self.text_key:
+            key = next((key for key in TURNS if found.get(key) is not None), TURNS[0])
+            found[key] = self._turns(found.get(key), record.get(self.chosen))
         if found.get("instruction") == "" and found.get("input"):
             found["instruction"] = found.pop("input")
         return found
@@ -73,8 +83,11 @@ class Columns:
         return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in several]
 
     def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        named = {self.role_key: "role", self.text_key: "content"}
-        found = {named.get(key, key): value for key, value in turn.items()}
+        pairs = ((self.role_key, "role"), (self.text_key, "content"))
+        named = {theirs: ours for theirs, ours in pairs if theirs}
+        hidden = {ours for theirs, ours in named.items() if theirs != ours}
+        rest = {f".{k}" if k in hidden else k: v for k, v in turn.items() if k not in named}
+        found = rest | {ours: turn[theirs] for theirs, ours in named.items() if theirs in turn}
         role = found.get("role")
         return found | ({"role": dict(self.roles).get(role, role)} if isinstance(role, str) else {})
 
@@ -91,8 +104,9 @@ def named_columns(pairs: Iterable[tuple[Any, ...]]) -> Columns | None:
     """The columns of pairs of our name and theirs; ConfigError for an unknown name of ours."""
     names = tuple(pairs)
     for ours, theirs in names:
-        if ours not in RECORD_KEYS:
-            known = ", ".join(sorted(CONTENT | {"id", "source", "images", "videos", "audios"}))
+        if ours not in RECORD_KEYS and ours not in PROPERTIES:
+            files = {"id", "source", "images", "videos", "audios"}
+            known = ", ".join(sorted(CONTENT | files | {*PROPERTIES}))
             raise ConfigError(f"columns: no field {ours!r}; known: {known}")
         if not isinstance(theirs, str) or not theirs:
             raise ConfigError(f"columns: {ours} is {theirs!r}; give the name of a column")
@@ -100,7 +114,11 @@ def named_columns(pairs: Iterable[tuple[Any, ...]]) -> Columns | None:
         several = [pair[place] for pair in names]
         if twice := next((name for name in several if several.count(name) > 1), None):
             raise ConfigError(f"columns: {twice!r} is given twice")
-    return Columns(names=names) if names else None
+    if not names:
+        return None
+    role, text = (dict(names).get(ours, "") for ours in PROPERTIES)
+    columns = tuple(pair for pair in names if pair[0] not in PROPERTIES)
+    return Columns(names=columns, role_key=role, text_key=text)
 
 
 def require_columns(located: Located, columns: Columns, found: set[str], name: str) -> None:
@@ -127,7 +145,8 @@ class RenamedChunk:
             if record.broken or not isinstance(record.value, Mapping):
                 yield record
             else:
-                yield replace(record, value=self.columns.apply(record.value))
+                value = self.columns.apply(record.value)
+                yield replace(record, value=value, renamed=self.columns.renamed)
 
 
 class RenamedSource(Source):
@@ -148,8 +167,9 @@ class RenamedSource(Source):
         return self._source.describe()
 
     def columns(self) -> set[str]:
-        """Columns of the first records, by our names."""
-        return {self._columns.ours(column) for column in self._source.columns()}
+        """Columns of the first records, by our names and by their own."""
+        found = self._source.columns()
+        return found | {self._columns.ours(column) for column in found}
 
     def unread_columns(self) -> dict[str, str]:
         """As the source says."""

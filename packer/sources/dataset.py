@@ -12,26 +12,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from balance.config import preset_names
-from balance.errors import ConfigError, DataError, first_line
-from balance.interface.consoles import foreign
-from balance.model_folder.files import quiet_hub
-from balance.presets import DatasetPreset, load_dataset
-from packer.sources.base import Located, Source, incomplete
-from packer.sources.columns import Columns, named_columns, require_columns
-from packer.sources.detect import locate, open_located
-from packer.sources.hub import parse_hub_id
-from packer.sources.mixture import (
+from isobatch.common.config import preset_names
+from isobatch.common.consoles import foreign
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.models.folder.files import quiet_hub
+from isobatch.models.presets import DatasetPreset, load_dataset
+from isobatch.packer.sources.base import Located, Source
+from isobatch.packer.sources.columns import Columns, named_columns, require_columns
+from isobatch.packer.sources.detect import locate, open_located
+from isobatch.packer.sources.hub import parse_hub_id
+from isobatch.packer.sources.mixture import (
     is_meta,
     is_mixture,
     is_onevision,
+    meta_unread,
+    missing_parts,
     read_meta,
     read_mixture,
     read_onevision,
-    require_parts,
 )
-from packer.sources.sampling import Sampling, parse_sampling
-from shards.folders import is_uri, join, open_folder
+from isobatch.packer.sources.sampling import Sampling, parse_sampling
+from isobatch.shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"
 OWN_SITE = "its own site"
@@ -127,8 +128,9 @@ def _name(place: str, located: Located) -> str:
 def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
     read = read_onevision if is_onevision(file) else read_mixture
     mixture = (read_meta if is_meta(file) else read)(file)
-    require_parts(mixture, data_root)
+    _require(mixture.name, data_root, missing_parts(mixture, data_root))
     parts: list[Part] = []
+    unread = meta_unread(file) if is_meta(file) else [()] * len(mixture.datasets)
     for place, entry in enumerate(mixture.datasets):
         root, wanted = entry.data_root, entry.dataset
         if data_root is not None:
@@ -139,7 +141,7 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         drawn = None if sampling is None else replace(sampling, place=place)
         columns = named_columns(entry.columns.items())
         located = [
-            replace(each, columns=columns or each.columns)
+            replace(each, columns=columns or each.columns, unread=each.unread + unread[place])
             for each in (_sampled(part.located, drawn, mixture.name) for part in found.parts)
         ]
         parts += [
@@ -192,26 +194,54 @@ def _under(data_root: str, place: str) -> str:
 
 
 def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:
-    if data_root is None:
-        needed = f"the folder that holds {preset.annotations} and the images"
-        raise ConfigError(f"--dataset {preset.name} needs --data-root: {needed}")
-    root = open_folder(data_root)
-    there = _is_file(data_root, preset.annotations)
-    problems = [
-        f"image folder {folder}: from {preset.downloads.get(folder, OWN_SITE)}"
-        for folder in preset.image_folders
-        if not root.has_folder(folder)
-    ]
-    if not there and (not fetch or is_uri(data_root)):
-        origin = f"from the Hugging Face dataset {preset.hub_repo}, or add --fetch-annotations"
-        problems.insert(0, f"annotation file {preset.annotations}: {origin}")
-    if problems:
-        raise incomplete(preset.name, f"under {data_root}", problems)
-    if not there:
+    _require(preset.name, data_root, _missing_of_preset(preset, data_root, fetch=fetch))
+    data_root = data_root or "."
+    if not _is_file(data_root, preset.annotations):
         _fetch(preset, Path(data_root) / preset.annotations)
     located = Located("annotations", data_root, (preset.annotations,))
     part = Part(name=preset.name, located=located, data_root=data_root)
     return Dataset(name=preset.name, parts=(part,))
+
+
+def _missing_of_preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> list[str]:
+    root = open_folder(data_root or ".")
+    missing = [
+        f"image folder {folder}: from {preset.downloads.get(folder, OWN_SITE)}"
+        for folder in preset.image_folders
+        if not root.has_folder(folder)
+    ]
+    can_fetch = fetch and not is_uri(data_root or ".")
+    if not can_fetch and not _is_file(data_root or ".", preset.annotations):
+        origin = f"from the Hugging Face dataset {preset.hub_repo}, or add --fetch-annotations"
+        missing.insert(0, f"annotation file {preset.annotations}: {origin}")
+    return missing
+
+
+def _require(name: str, data_root: str | None, missing: list[str]) -> None:
+    """DataError that lists all that is missing, if anything is."""
+    if missing:
+        listed = "\n  - ".join(["", *missing])
+        under = f"under {data_root}" if data_root else "in the current folder (--data-root)"
+        raise DataError(f"{name} is incomplete {under}; missing:{listed}")
+
+
+def require_all(dataset: str, data_root: str | None, problem: ConfigError, *, fetch: bool) -> None:
+    """DataError for a known dataset that lists its missing files, and another problem too."""
+    if dataset in preset_names("datasets") and not Path(dataset).exists():
+        if is_mixture(dataset):
+            missing = missing_parts(read_mixture(dataset), data_root)
+        else:
+            missing = _missing_of_preset(load_dataset(dataset), data_root, fetch=fetch)
+        if missing:
+            _require(dataset, data_root, [*missing, str(problem)])
+
+
+def usual_model(dataset: str) -> tuple[str, str]:
+    """(model, tokenizer) of a known dataset; empty texts where it is not known by name."""
+    if dataset not in preset_names("datasets") or Path(dataset).exists():
+        return "", ""
+    known = read_mixture(dataset) if is_mixture(dataset) else load_dataset(dataset)
+    return known.model, known.tokenizer
 
 
 def _is_file(data_root: str, name: str) -> bool:

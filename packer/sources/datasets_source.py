@@ -10,10 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from balance.errors import ConfigError, DataError, first_line
-from packer.records.record import RawRecord
-from packer.sources.base import (
-    Chunk,
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.counting.records.record import Chunk, RawRecord
+from isobatch.packer.sources.base import (
     Located,
     OnBytes,
     Source,
@@ -22,7 +21,7 @@ from packer.sources.base import (
     known_columns,
     prefix_under,
 )
-from shards.folders import join
+from isobatch.shards.folders import join
 
 FIRST_ROWS = 20
 """Rows that are looked at for values of columns that nothing reads."""

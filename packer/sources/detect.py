@@ -7,19 +7,24 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from balance.errors import ConfigError, DataError, first_line
-from packer.sources.base import Located, Source
-from packer.sources.columns import RenamedSource
-from packer.sources.datasets_source import DatasetsSource, find_files
-from packer.sources.hub import fetch_files, parse_hub_id
-from packer.sources.json_source import AnnotationSource
-from packer.sources.table_source import TableSource
-from packer.sources.tar_source import TarSource
-from packer.sources.trainers.energon import is_energon, locate_energon
-from packer.sources.trainers.llama_factory import INFO_NAME, DatasetInfo, dataset_of, read_info
-from shards.folders import Folder, is_uri, join, open_folder, split
-from shards.index import INDEX_NAME
-from shards.manifest import MANIFEST_NAME
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.packer.sources.base import Located, Source
+from isobatch.packer.sources.columns import RenamedSource
+from isobatch.packer.sources.datasets_source import DatasetsSource, find_files
+from isobatch.packer.sources.hub import fetch_files, parse_hub_id
+from isobatch.packer.sources.json_source import AnnotationSource
+from isobatch.packer.sources.table_source import TableSource
+from isobatch.packer.sources.tar_source import TarSource
+from isobatch.packer.sources.trainers.energon import is_energon, locate_energon
+from isobatch.packer.sources.trainers.llama_factory import (
+    INFO_NAME,
+    DatasetInfo,
+    dataset_of,
+    read_info,
+)
+from isobatch.shards.folders import Folder, is_uri, join, open_folder, split
+from isobatch.shards.index import INDEX_NAME
+from isobatch.shards.manifest import MANIFEST_NAME
 
 SUFFIXES = {
     ".json": "annotations",

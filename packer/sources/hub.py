@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from balance.errors import ConfigError, DataError, first_line
-from balance.model_folder.files import quiet_hub
-from packer.sources.base import Located
-from packer.sources.datasets_source import BuilderFiles, find_files, import_datasets
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.models.folder.files import quiet_hub
+from isobatch.packer.sources.base import Located
+from isobatch.packer.sources.datasets_source import BuilderFiles, find_files, import_datasets
 
 _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.+-]+))?(?:@(?P<split>[\w.-]+))?")
 _URL = re.compile(r"hf://datasets/[^/]+/[^/@]+(?:@(?P<revision>[^/]+))?/(?P<name>.+)")
@@ -63,12 +63,13 @@ def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Locat
     names = [unquote(match["name"]) for match in parsed if match]
     revisions = {unquote(match["revision"] or "") for match in parsed if match}
     try:
-        folder = snapshot_download(
-            dataset.repo,
-            repo_type="dataset",
-            revision=revisions.pop() or None,
-            allow_patterns=[glob.escape(name) for name in names],
-        )
+        with quiet_hub():
+            folder = snapshot_download(
+                dataset.repo,
+                repo_type="dataset",
+                revision=revisions.pop() or None,
+                allow_patterns=[glob.escape(name) for name in names],
+            )
     except Exception as error:
         raise DataError(
             f"{dataset.repo} could not be downloaded from the Hugging Face Hub: {first_line(error)}"

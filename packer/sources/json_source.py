@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, compress
 from typing import IO, Any, cast
 
-from balance.errors import DataError
-from packer.records.record import MOST_DEPTH, TOO_DEEP, RawRecord, is_deep
-from packer.records.schemas import CONTENT_KEYS
-from packer.sources.base import Chunk, OnBytes, Source, cut
-from packer.sources.sampling import Sampling
-from shards.folders import Folder, join
+from isobatch.common.errors import DataError
+from isobatch.counting.records.record import MOST_DEPTH, TOO_DEEP, Chunk, RawRecord, is_deep
+from isobatch.counting.records.schemas import CONTENT_KEYS
+from isobatch.packer.sources.base import OnBytes, Source, cut
+from isobatch.packer.sources.sampling import Sampling
+from isobatch.shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20

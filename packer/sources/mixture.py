@@ -6,16 +6,18 @@ from os.path import exists, isfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from balance.config import build_config, config_root, preset_names, read_toml
-from balance.errors import ConfigError, DataError
-from balance.plain_values import parse_json, read_text
-from packer.sources.base import incomplete
-from packer.sources.columns import named_columns
-from packer.sources.hub import parse_hub_id
-from packer.sources.sampling import parse_sampling
-from packer.sources.trainers.energon import expanded, read_yaml
-from shards.folders import is_uri, join, open_folder, split
+from isobatch.common.config import build_config, config_root, preset_names, read_toml
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.plain_values import parse_json, read_text
+from isobatch.counting.records.fields import Unread, example_of, is_empty
+from isobatch.packer.sources.columns import named_columns
+from isobatch.packer.sources.hub import parse_hub_id
+from isobatch.packer.sources.sampling import parse_sampling
+from isobatch.packer.sources.trainers.energon import expanded, read_yaml
+from isobatch.shards.folders import is_uri, join, open_folder, split
 
+META_KEYS = ("root", "annotation", "repeat_time")
+"""Keys of InternVL's meta JSON that are read."""
 PEEK_BYTES = 1 << 16
 MOST_SAMPLES = 2**32
 """Samples of a mixture: groups of them are arrays in memory."""
@@ -71,6 +73,10 @@ class Mixture:
     description: str = ""
     datasets: tuple[MixturePart, ...]
     num_samples: int | None = None
+    model: str = ""
+    """The model that a build is for, unless `--model` names one."""
+    tokenizer: str = ""
+    """Its tokenizer, as a Hub id, where `model` is a preset."""
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and not 0 < self.num_samples <= MOST_SAMPLES:
@@ -135,17 +141,15 @@ def _beside(folder: Path, part: MixturePart) -> MixturePart:
     return replace(part, **found)
 
 
-def require_parts(mixture: Mixture, data_root: str | None) -> None:
-    """DataError that lists the datasets of a mixture and the data roots that are missing."""
+def missing_parts(mixture: Mixture, data_root: str | None) -> list[str]:
+    """The datasets of a mixture and the data roots that are missing, and where they are from."""
     missing = []
     for part in mixture.datasets:
         needed = [place for place in part.places if place != part.dataset or not _is_known(place)]
         if lost := [place for place in needed if not _is_there(place, data_root)]:
             hint = f": from {part.download}" if part.download else ""
             missing.append(" and ".join(lost) + hint)
-    if missing:
-        hint = "here; --data-root gives the folder that its paths start from"
-        raise incomplete(mixture.name, f"under {data_root}" if data_root else hint, missing)
+    return missing
 
 
 def _is_known(dataset: str) -> bool:
@@ -228,7 +232,10 @@ def is_meta(place: str) -> bool:
 
 
 def read_meta(place: str) -> Mixture:
-    """InternVL's meta JSON: `repeat_time` is our repeat; `length`, a count, is not used."""
+    """InternVL's meta JSON: `repeat_time` is our repeat; other keys are reported.
+
+    https://github.com/OpenGVLab/InternVL/blob/main/internvl_chat/internvl/train
+    """
     path = Path(place)
     parts = []
     for name, entry in parse_json(read_text(path), place).items():
@@ -238,3 +245,19 @@ def read_meta(place: str) -> Mixture:
         part = build_config(MixturePart, values, where=f"{path}: {name}")
         parts.append(_beside(path.parent, part))
     return Mixture(name=path.stem, datasets=tuple(parts))
+
+
+def meta_unread(place: str) -> list[tuple[Unread, ...]]:
+    """Of each dataset of InternVL's meta JSON, the keys that nothing reads, and their values.
+
+    `data_augment: false` is what is done here, and so not named.
+    """
+    path = Path(place)
+    found = []
+    for entry in parse_json(read_text(path), place).values():
+        others = {key: entry[key] for key in entry if key not in META_KEYS}
+        if others.get("data_augment") is False:
+            del others["data_augment"]
+        pairs = [(f"{key} of {path.name}", value) for key, value in others.items()]
+        found.append(tuple((key, example_of(value)) for key, value in pairs if not is_empty(value)))
+    return found

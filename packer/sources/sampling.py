@@ -1,8 +1,8 @@
 """Some records of a dataset: the first, the last, or drawn ones. Pure.
 
 LLaVA-NeXT's `sampling_strategy`, for mixtures. A percentage is of the dataset's records, and rounds
-up; drawn records keep their order, and the same seed draws the same. A number above the dataset's
-records means all, and `end:0` is an error, for LLaVA-NeXT would take all.
+up; drawn records keep their order, and the same seed draws the same. More than there are, or than
+100 %, means all. 0 is an error: LLaVA-NeXT takes all for `end:0`, and none for the others.
 """
 
 import re
@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.rng import SAMPLING, random_permutation
+from isobatch.balance.rng import SAMPLING, random_permutation
+from isobatch.common.errors import ConfigError
 
 _STRATEGY = re.compile(r"(first|end|random):(\d{1,18})(%?)")
 
@@ -54,9 +54,11 @@ def parse_sampling(text: str) -> Sampling | None:
     if text == "all":
         return None
     match = _STRATEGY.fullmatch(text)
-    if match is None or int(match[2]) == 0 or (match[3] and int(match[2]) > 100):
-        raise ConfigError(
-            f"sampling {text[:60]!r}; known: all, first:N, end:N and random:N, N above 0 or 1% to"
-            " 100%"
-        )
+    if match is None:
+        known = "known: all, first:N, end:N and random:N, N a number or a percentage such as 50%"
+        raise ConfigError(f"sampling {text[:60]!r}; {known}")
+    if int(match[2]) == 0:
+        theirs = "all records" if match[1] == "end" else "no record"
+        hint = f"by which LLaVA-NeXT takes {theirs}; say all, or leave the dataset out"
+        raise ConfigError(f"sampling {text[:60]!r}, {hint}")
     return Sampling(match[1], int(match[2]), bool(match[3]))  # type: ignore[arg-type]

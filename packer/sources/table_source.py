@@ -18,9 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packer.records.record import RawRecord
-from packer.sources.base import (
-    Chunk,
+from isobatch.counting.records.record import Chunk, RawRecord
+from isobatch.packer.sources.base import (
     Located,
     OnBytes,
     Source,
@@ -29,8 +28,8 @@ from packer.sources.base import (
     known_columns,
     opened,
 )
-from packer.sources.datasets_source import import_datasets
-from shards.folders import Folder, is_uri, join, open_folder
+from isobatch.packer.sources.datasets_source import import_datasets
+from isobatch.shards.folders import Folder, is_uri, join, open_folder
 
 CHUNK_BYTES = 64 << 20
 """Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""

@@ -25,14 +25,14 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from balance.errors import DataError
-from packer.media.content_kind import kind_of_content
-from packer.records.media import Media
-from packer.records.record import TOO_DEEP, RawRecord, is_deep
-from packer.records.schemas import RECORD_KEYS
-from packer.sources.base import Chunk, Located, OnBytes, Source, cut, opened, prefix_under
-from packer.sources.trainers.energon import FieldMap
-from shards.folders import open_folder
+from isobatch.common.errors import DataError
+from isobatch.counting.headers.content_kind import kind_of_content
+from isobatch.counting.records.media import Media
+from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
+from isobatch.counting.records.schemas import RECORD_KEYS
+from isobatch.packer.sources.base import Located, OnBytes, Source, cut, opened, prefix_under
+from isobatch.packer.sources.trainers.energon import FieldMap
+from isobatch.shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
 """Size of a tar that is one chunk at most, so that its headers are read where it is counted."""

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.count.sample_counter import EXTRA_KINDS, Counted, CountSettings
-from packer.progress import StageProgress
-from packer.records.extras import kinds_in
-from packer.report.figures import make_report
-from packer.sources.base import Chunk, Located, OnBytes, Source
-from packer.sources.dataset import Dataset, Part
-from packer.upload import save_html
-from shards.folders import is_uri
-from shards.stored_group import EXTRAS
+from isobatch.counting.records.extras import kinds_in
+from isobatch.counting.records.record import Chunk
+from isobatch.counting.sample_counter import EXTRA_KINDS, Counted, CountSettings
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.sources.base import Located, OnBytes, Source
+from isobatch.packer.sources.dataset import Dataset, Part
+from isobatch.packer.upload import save_html
+from isobatch.shards.folders import is_uri
+from isobatch.shards.stored_group import EXTRAS
 
 
 class _MemorySource(Source):

@@ -15,16 +15,23 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError
-from balance.types import COUNT_COLUMNS, LABEL_IGNORE, FloatArray, IntArray
-from packer.media.image_header import check_png
-from packer.records.extras import typed
-from packer.records.media import Blobs, Media, SampleProblem, read_into
-from shards.arrow_shards import MOST_FILE_BYTES
-from shards.folders import is_uri, open_folder, readers
-from shards.index import LostSample
-from shards.manifest import ShardFormat
-from shards.stored_group import EXTRAS, FRAMES, ExtraTypes, Int32Array, PackedBlock, PackedFiles
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import COUNT_COLUMNS, LABEL_IGNORE, FloatArray, IntArray
+from isobatch.counting.headers.image_header import check_png
+from isobatch.counting.records.extras import typed
+from isobatch.counting.records.media import Blobs, Media, SampleProblem, read_into
+from isobatch.shards.arrow_shards import MOST_FILE_BYTES
+from isobatch.shards.folders import is_uri, open_folder, readers
+from isobatch.shards.index import LostSample
+from isobatch.shards.manifest import ShardFormat
+from isobatch.shards.stored_group import (
+    EXTRAS,
+    FRAMES,
+    ExtraTypes,
+    Int32Array,
+    PackedBlock,
+    PackedFiles,
+)
 
 PNG_MAGIC = b"\x89PNG"
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from balance.types import Groups, IntArray
-from packer.count.staging import StagedSamples, Staging
-from packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
-from shards.arrow_shards import ArrowShardWriter
-from shards.folders import open_folder, open_object_folder
-from shards.index import IndexPart, read_shard_file
-from shards.manifest import BuildFile, ShardFormat
-from shards.stored_group import ShardWriter
-from shards.tar_shards import TarShardWriter
+from isobatch.common.types import Groups, IntArray
+from isobatch.packer.count.staging import StagedSamples, Staging
+from isobatch.packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
+from isobatch.shards.arrow_shards import ArrowShardWriter
+from isobatch.shards.folders import open_folder, open_object_folder
+from isobatch.shards.index import IndexPart, read_shard_file
+from isobatch.shards.manifest import BuildFile, ShardFormat
+from isobatch.shards.stored_group import ShardWriter
+from isobatch.shards.tar_shards import TarShardWriter
 
 SUFFIXES: dict[ShardFormat, str] = {"arrow": "arrow", "webdataset": "tar", "refs": "arrow"}
 

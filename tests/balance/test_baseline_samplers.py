@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.baseline_samplers import BASELINES, LENGTH_WINDOW, as_groups
-from balance.metrics import dist_ratio, pad_ratio, padded_loads
-from balance.types import IntArray
+from isobatch.balance.baseline_samplers import BASELINES, LENGTH_WINDOW, as_groups
+from isobatch.balance.metrics import dist_ratio, pad_ratio, padded_loads
+from isobatch.common.types import IntArray
 from support import corpora
 
 lengths_st = st.lists(st.integers(0, 5_000), max_size=300).map(

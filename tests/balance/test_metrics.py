@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.metrics import (
+from isobatch.balance.metrics import (
     autocorrelation,
     dist_ratio,
     fill,
@@ -24,7 +24,7 @@ from balance.metrics import (
     source_autocorrelation,
     source_entropy,
 )
-from balance.types import Groups, IntArray
+from isobatch.common.types import Groups, IntArray
 
 micro_batches_st = st.lists(st.lists(st.integers(0, 4_096), max_size=5), max_size=40)
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.radix_sort import counting_sort
-from balance.types import index_dtype
+from isobatch.balance.radix_sort import counting_sort
+from isobatch.common.types import index_dtype
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from balance import rng as module
-from balance.rng import SHUFFLE, permutation_mask, random_permutation
+from isobatch.balance import rng as module
+from isobatch.balance.rng import SHUFFLE, permutation_mask, random_permutation
 
 
 @pytest.mark.parametrize("distinct", [2**64 - 1, 3], ids=["any bits", "few distinct bits"])

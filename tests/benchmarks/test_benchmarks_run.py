@@ -9,16 +9,16 @@ from dataclasses import astuple
 from pathlib import Path
 
 import convergence
-import counting
 import numpy as np
 import pytest
 import resolutions
 
-from balance.presets import load_model
-from packer.count.sample_counter import CountSettings, SampleCounter
-from packer.demo.dataset import demo_tokenizer_path, write_demo
-from packer.sources.json_source import read_json_records
-from shards.folders import open_folder
+import counting
+from isobatch.counting.sample_counter import CountSettings, SampleCounter
+from isobatch.models.presets import load_model
+from isobatch.packer.demo.dataset import demo_tokenizer_path, write_demo
+from isobatch.packer.sources.json_source import read_json_records
+from isobatch.shards.folders import open_folder
 
 DEMO_SAMPLES = 60
 

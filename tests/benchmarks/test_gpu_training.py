@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu import batches, device, layers, optimizer, presets, profiles, train_run, trainer
+from gpu import batches, device, layers, load_data, optimizer, presets, profiles, train_run, trainer
 from papers.datasets import internvl_samples
 from papers.omnibal_models import PAIRS
 from torch.nn import functional
 
-from balance.presets import load_model
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import profiled_costs, read_profile
-from engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.profile_table import profiled_costs, read_profile
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.models.presets import load_model
 from support import BENCHMARKS, ranks
 
 COMMAND = BENCHMARKS / "gpu_training.py"
@@ -138,6 +138,29 @@ def test_what_runs_out_of_memory_is_a_row_and_the_next_one_runs(dtype):
     row = train_run.row_of(failed, ran, 1e12, 1e11)
     assert "out of memory" in row
     assert len(row) == len(train_run.row_of(ran, ran, 1e12, 1e11)) == len(train_run.HEADINGS)
+
+
+def test_load_feeds_a_vlm_and_attention_kernels_agree(tmp_path):
+    options = ("--samples", "12", "--seconds", "1", "--arms", "BalancedLoader, 1", "packed")
+    figures, text = measured(tmp_path, "load", "--tiny", *options)
+    by_borders, by_mask = figures["losses"].values()
+    assert by_borders == pytest.approx(by_mask, rel=1e-6)
+    assert "failed" not in figures, figures["failed"]
+    assert [arm["name"] for arm in figures["arms"]] == [
+        "packed by tokens",
+        "BalancedLoader, 16,384",
+    ]
+    for arm in figures["arms"]:
+        assert arm["name"] in text
+        assert arm["loss"] == pytest.approx(math.log(4096), rel=0.05)
+
+
+def test_groups_by_tokens_have_every_sample_once_and_keep_to_the_cap():
+    tokens = np.random.default_rng(0).integers(1, 300, 500)
+    groups = load_data.best_fit_decreasing(tokens, 1000)
+    assert sorted(number for group in groups for number in group) == list(range(500))
+    assert max(tokens[group].sum() for group in groups) <= 1000
+    assert len(groups) <= 1.05 * tokens.sum() / 1000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_vlm import token_losses
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import order
 import pytest
 import regrouping
 
-from balance.metrics import dist_ratio
-from balance.types import Groups
+from isobatch.balance.metrics import dist_ratio
+from isobatch.common.types import Groups
 from support.sample_pairs import repeated_pairs
 
 

@@ -12,10 +12,10 @@ from papers import omnibal_steps as steps
 from papers import omnibal_training as training
 from papers import page
 
-from engine.cost_model.parallel import Training
-from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
+from isobatch.engine.cost_model.parallel import Training
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
 from support import ROOT
 from support.cases import for_each
 

@@ -24,11 +24,11 @@ from ablation import (
 from ablation.shapes import SHAPES
 from papers import datasets
 
-from balance.presets import load_model
-from engine.cost_model.loads import sample_loads
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
-from engine.tuning.pack import pack_in_order
+from isobatch.engine.cost_model.loads import sample_loads
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.models.presets import load_model
 
 SHAPE = SHAPES["internvl"]
 

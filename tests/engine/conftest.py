@@ -3,9 +3,9 @@
 import pytest
 from rich.console import Console
 
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
 
 
 @pytest.fixture(scope="session")

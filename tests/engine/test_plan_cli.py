@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from engine.cli import main
-from engine.planning.plan import read_plan
+from isobatch.engine.cli import main
+from isobatch.engine.planning.plan import read_plan
 from support import ROOT
 from support.cases import for_each
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import engine
+from isobatch import engine
 
 NAMES = [
     "AdaptOptions",
@@ -58,9 +58,9 @@ NAMES = [
 ]
 WITHOUT_TORCH = """
 import sys
-import engine
+import isobatch.engine as engine
 before = set(sys.modules)
-from engine import plan, read_plan, tune
+from isobatch.engine import plan, read_plan, tune
 assert "torch" not in sys.modules, "planning imports torch"
 assert not any(name.startswith("engine.") for name in before), "engine imports its modules at once"
 """

@@ -50,5 +50,5 @@ def test_with_enough_memory_nothing_is_recomputed(build, measured, tmp_path):
 
 
 def test_planning_by_the_command_imports_no_torch():
-    code = "import sys, engine.cli; assert 'torch' not in sys.modules"
+    code = "import sys, isobatch.engine.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=child_env())

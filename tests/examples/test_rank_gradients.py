@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_vlm import make_model, token_losses
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import on_ranks
 from support.trainers.dump_gradients import WORLD_SIZE, dump

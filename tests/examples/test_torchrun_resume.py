@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 from support import TESTS
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import kill_once, launch, start

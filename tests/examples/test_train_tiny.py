@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_vlm import accumulate, make_model, token_losses
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 from support import EXAMPLES
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 from support.ranks import launch

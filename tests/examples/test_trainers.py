@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import torch
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 NUM_SAMPLES, SAVE_EVERY = 70, 3
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 # example: what it needs, where a micro-batch passes in the order of training (module, name)
 EXAMPLE_OF = {
-    "train_hf_trainer": ("accelerate", "loaders.integrations.hf_trainer", "model_inputs"),
+    "train_hf_trainer": ("accelerate", "isobatch.loaders.integrations.hf_trainer", "model_inputs"),
     "train_accelerate": ("accelerate", "train_accelerate", "model_inputs"),
     "train_lightning": ("lightning", "train_lightning", "token_losses"),
     "train_dataloader": ("torch", "tiny_vlm", "token_losses"),

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_vlm import make_model, token_losses
 
-from balance.types import LABEL_IGNORE
-from loaders import StreamingLoader
-from loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

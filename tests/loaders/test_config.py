@@ -8,9 +8,9 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch.distributed as dist
 
-from balance.errors import ConfigError
-from loaders import LoaderConfig, StreamingLoader
-from loaders.config import LoaderOptions
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import LoaderConfig, StreamingLoader
+from isobatch.loaders.config import LoaderOptions
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import on_ranks
 

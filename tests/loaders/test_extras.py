@@ -13,16 +13,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.inspect.html import render_group
-from packer.inspect.terminal import print_group
-from packer.inspect.view import inspect_group
-from packer.progress import StageProgress
-from shards.manifest import read_manifest
-from shards.tables import REJECTED_NAME, read_table
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.inspect.html import render_group
+from isobatch.packer.inspect.terminal import print_group
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.progress import StageProgress
+from isobatch.shards.manifest import read_manifest
+from isobatch.shards.tables import REJECTED_NAME, read_table
 from support.builds.layouts import write_saved, write_tar
 from support.builds.raw_data import good_records, options, record, write_dataset
 from support.loading import step_planners

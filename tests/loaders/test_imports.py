@@ -9,7 +9,7 @@ from support.builds.shard_fixture import group_samples, make_samples, write_buil
 
 PROGRAM = """
 import sys
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 for build, steps in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, workers=0)
     assert sum(1 for step in loader) == int(steps)

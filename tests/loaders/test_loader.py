@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.errors import ConfigError, DataError
-from loaders import MicroBatch, StreamingLoader
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import MicroBatch, StreamingLoader
+from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import (
     FORMATS,
     IMAGE_TOKEN,
@@ -362,6 +363,26 @@ def test_refs_take_images_from_another_folder_and_name_a_missing_one(tmp_path):
     (tmp_path / "moved" / victim.sample_id / "0.img").unlink()
     with pytest.raises(DataError, match=f"{victim.sample_id}.*cannot be read"):
         list(load(build, image_root=tmp_path / "moved"))
+
+
+def test_samples_of_several_builds_say_which_is_theirs(tmp_path):
+    samples = [each for each in make_samples(300, seed=1) if not each.images]
+    halves = {}
+    for name, own in (("a", samples[:20]), ("b", samples[20:40])):
+        same_ids = [dataclasses.replace(s, sample_id=f"s{n}") for n, s in enumerate(own)]
+        write_tabled(tmp_path / name, group_samples(same_ids, max_tokens=60))
+        halves[name] = tmp_path / name
+    for options in ({}, {"shuffle": False}, {"regroup": "epoch"}, {"filter": all_of}):
+        found = Counter()
+        for step in load(list(halves.values()), **options):
+            for batch in step:
+                assert len(batch.sample_builds) == batch.num_samples
+                found.update(zip(batch.sample_builds, batch.sample_ids, strict=True))
+        assert found == Counter((build, f"s{n}") for build in (0, 1) for n in range(20))
+
+
+def all_of(columns):
+    return columns["num_text_tokens"] > 0
 
 
 def assert_same(ours, theirs):

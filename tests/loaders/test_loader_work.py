@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from balance.errors import ConfigError, DataError
-from loaders import StreamingLoader, step_builder
-from loaders.read.build import StorageOptions
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import StreamingLoader, step_builder
+from isobatch.loaders.read.build import StorageOptions
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import IMAGE_TOKEN, group_samples, make_samples

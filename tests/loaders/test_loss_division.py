@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from balance.errors import ConfigError, DataError
-from engine.runtime.models.token_loss import loss_sum
-from loaders import StreamingLoader, shift_labels
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.runtime.models.token_loss import loss_sum
+from isobatch.loaders import StreamingLoader, shift_labels
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample
 
@@ -107,7 +107,7 @@ def test_micro_batches_that_move_keep_their_weights(builds):
     np.testing.assert_array_equal(moved.loss_weights, batch.loss_weights)
     num_labelled = sum(not name.startswith("mute") for name in batch.sample_ids)
     assert moved.loss_normalizer == batch.loss_normalizer == max(1, num_labelled)
-    with pytest.raises(ValueError, match="give the loss of each token"):
+    with pytest.raises(ValueError, match="a model's loss is divided already"):
         batch.reduce_loss(torch.tensor(1.0))
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from balance.errors import ConfigError, IsobatchError
-from loaders import LoaderConfig, StepDataset, StorageOptions, StreamingLoader
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.loaders import LoaderConfig, StepDataset, StorageOptions, StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.cases import for_each
 

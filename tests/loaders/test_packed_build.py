@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from balance.media.image_tokens import plan_image
-from loaders import StreamingLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
+from isobatch.loaders import StreamingLoader
+from isobatch.models.image_tokens import plan_image
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
 BUILDS = [("tiny", "arrow"), ("tiny", "webdataset"), ("tiny", "refs"), ("qwen2_vl", "arrow")]

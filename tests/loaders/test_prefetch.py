@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaders.prefetch import STEPS_PER_WORKER, Prefetcher, PrefetchTask
+from isobatch.loaders.prefetch import STEPS_PER_WORKER, Prefetcher, PrefetchTask
 
 WAIT_S = 20.0
 

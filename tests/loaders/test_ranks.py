@@ -4,10 +4,10 @@ by a DeviceMesh.
 
 import pytest
 
-from balance.errors import ConfigError
-from loaders import LoaderConfig
-from loaders.ranks import data_dims, find_difference
-from shards.manifest import read_manifest
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import LoaderConfig
+from isobatch.loaders.ranks import data_dims, find_difference
+from isobatch.shards.manifest import read_manifest
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.cases import for_each
@@ -73,8 +73,13 @@ def test_ranks_that_disagree_end_with_one_line_in_seconds(folder, tmp_path):
         assert (kind, line) == ("ConfigError", f"rank {victim} cannot open its build: {told}")
         assert "nowhere" in told
         assert seconds < SECONDS
+        kind, line, seconds = waiting[f"{victim} has a wrong option"]
+        told = (first, second)[victim][f"{victim} has a wrong option"]
+        assert (kind, line) == ("ConfigError", f"rank {victim} has wrong options: {told}")
+        assert told.startswith("balance is 2.0")
+        assert seconds < SECONDS
     said = {*MESSAGES, *GO_ON, "worker", "missing", "warnings", "0 had none", "1 had none"}
-    said |= {"0 has no build", "1 has no build"}
+    said |= {f"{n} has {what}" for n in (0, 1) for what in ("no build", "a wrong option")}
     assert first.keys() == said | {"1 refused"}
     assert second.keys() == said | {"0 refused"}
     for rank, said in enumerate((first, second)):

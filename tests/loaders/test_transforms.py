@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from balance.errors import ConfigError
-from loaders import MicroBatch, StepDataset, StreamingLoader
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import MicroBatch, StepDataset, StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.loading.step_planners import dispatch, repack

@@ -18,16 +18,16 @@ from tokenizers import Tokenizer
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from balance.errors import DataError
-from balance.media.image_tokens import plan_image
-from balance.presets import load_model
-from loaders import StreamingLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
-from packer.progress import StageProgress
-from packer.records.record import REASONS
-from packer.report.build_summary import BuildSummary
+from isobatch.common.errors import DataError
+from isobatch.counting.records.record import REASONS
+from isobatch.loaders import StreamingLoader
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import load_model
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.build_summary import BuildSummary
 from support.builds.bad_pictures import PNG
 from support.builds.bad_samples import BUILDS, CASES, DOCS, LINKS, OUTSIDE, rows_of
 from support.builds.raw_data import options, record

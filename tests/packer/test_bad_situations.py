@@ -167,6 +167,37 @@ def test_an_energon_folder_of_splits(tmp_path):
     assert "1 sample read = 1 packed" in run(build_command(place, tmp_path / "out"))[0]
 
 
+@situation("`exclude` of an Energon split", "left out; their number is said", 0)
+def test_an_energon_folder_that_leaves_samples_out(tmp_path):
+    about = {"sample_type": {"__class__": "TextSample"}, "field_map": {"text": "txt"}}
+    place = energon(tmp_path / "raw", about, train=1, more=1)
+    split = {"split_parts": {"train": ["train.tar", "more.tar"]}, "exclude": ["more.tar"]}
+    (place / ".nv-meta" / "split.yaml").write_text(json.dumps(split))
+    out = run(build_command(place, tmp_path / "out"))[0]
+    assert "never read: exclude of split.yaml (of the dataset, e.g. 1 sample)" in out
+
+
+@situation(
+    "InternVL's meta JSON or Energon's `dataset.yaml` has a key that nothing reads",
+    "used; the key is named as never read",
+    0,
+)
+def test_a_meta_json_with_a_key_that_nothing_reads(tmp_path):
+    (tmp_path / "a.json").write_bytes(GOOD)
+    entry = {"root": str(tmp_path), "annotation": "a.json", "repeat_time": 1, "length": 1}
+    (tmp_path / "meta.json").write_text(json.dumps({"a": entry}))
+    out = run(build_command(tmp_path / "meta.json", tmp_path / "out"))[0]
+    assert "never read: length of meta.json (of the dataset, e.g. 1)" in out
+
+
+@situation("`sampling_strategy` of 0 records", "stops and says what LLaVA-NeXT takes", 2)
+def test_a_sampling_of_nothing(tmp_path):
+    (tmp_path / "a.json").write_bytes(GOOD)
+    entry = {"json_path": "a.json", "sampling_strategy": "end:0"}
+    (tmp_path / "mix.yaml").write_text(json.dumps({"datasets": [entry]}))
+    run(build_command(tmp_path / "mix.yaml", tmp_path / "out"), 2, "NeXT takes all records; say")
+
+
 @situation(
     "`--columns` names a column that the first records do not have, or no field of ours",
     "stops and lists what there is",
@@ -274,14 +305,14 @@ def test_repaired_images(tmp_path):
 
 READ_ONLY = """
 import sys
-from packer.cli import main
+from isobatch.packer.cli import main
 from support.ranks import mount_disk
 mount_disk(sys.argv.pop(1), "1m", flags=1)
 main()
 """
 FULL = """
 import os, subprocess, sys
-from packer.cli import main
+from isobatch.packer.cli import main
 from support.ranks import mount_disk
 folder, first = sys.argv.pop(1), sys.argv.pop(1)
 mount_disk(folder, "600k")
@@ -448,6 +479,14 @@ def test_numbers_that_nothing_holds(raw, tmp_path):
         file.write_text(text)
         key = text.partition(" ")[0]
         run(build_command(raw, tmp_path / "out", "--config", file), 2, f"{file}: {key} is")
+
+
+@situation("`--tokenizer` is a number", "stops, without asking the Hub", 2)
+def test_a_tokenizer_that_is_a_number(raw, tmp_path):
+    for text in ("0", "nan", "1e5"):
+        command = build_command(raw, tmp_path / "out")
+        command[command.index("--tokenizer") + 1] = text
+        run(command, 2, f"tokenizer {text}: no such folder or file, nor a Hub id")
 
 
 @situation("a text of a config holds a NUL", "stops", 2)

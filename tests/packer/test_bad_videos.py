@@ -6,9 +6,9 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from balance.media.frame_archive import pack_frames
-from packer.media import video_header
-from packer.records.record import REASONS
+from isobatch.counting.headers import video_header
+from isobatch.counting.records.record import REASONS
+from isobatch.media.frame_archive import pack_frames
 from support.builds.bad_samples import rows_of
 from support.builds.packed import build, read_samples
 from support.odd_videos import audio_only, cut_without_encoding, encoded, picture

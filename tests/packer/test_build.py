@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from balance.media.image_tokens import plan_image
-from balance.presets import load_model
-from balance.types import COUNT_COLUMNS
-from packer.build import Builder
-from packer.build_dir import locked
-from packer.config import BuildConfig
-from packer.verify import verify_build
-from shards.manifest import read_manifest
-from shards.tables import read_groups
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import COUNT_COLUMNS
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import load_model
+from isobatch.packer.build import Builder
+from isobatch.packer.build_dir import locked
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.verify import verify_build
+from isobatch.shards.manifest import read_manifest
+from isobatch.shards.tables import read_groups
 from support import ranks
 from support.builds.packed import build, digests, quiet, read_index, read_samples
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
@@ -259,7 +259,7 @@ def test_no_process_outlives_a_build_that_is_stopped(tmp_path, stop):
         "--workers",
         "2",
     ]
-    script = "from packer.cli import main; main()"
+    script = "from isobatch.packer.cli import main; main()"
     command = [
         sys.executable,
         "-c",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from packer.report.terminal import CAPTION
+from isobatch.packer.report.terminal import CAPTION
 from support.builds.command import run_packer
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
@@ -119,7 +119,8 @@ WRONG_CALLS = [
     ({"--dataset": "nowhere"}, 1, "no dataset 'nowhere'"),
     ({"--model": "gpt9"}, 2, "no model preset 'gpt9'"),
     ({"--tokenizer": "no/such/folder"}, 2, "no/such/folder"),
-    ({"--out": None}, 2, "--out must be given"),
+    ({"--tokenizer": "0"}, 2, "tokenizer 0: no such folder or file, nor a Hub id"),
+    ({"--tokenizer": "nan"}, 2, "tokenizer nan: no such folder or file, nor a Hub id"),
     ({"--model": None}, 2, "--model is missing"),
     ({"--format": "zip"}, 2, "zip"),
     ({"--max-seq-len": "many"}, 2, "'--max-seq-len'"),
@@ -155,6 +156,38 @@ def test_a_wrong_call_is_one_clear_line_and_its_exit_status(run, dataset, tmp_pa
         assert not list(Path().iterdir()), change
 
 
+def test_a_known_dataset_names_a_model_and_all_that_is_missing_at_once(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    status, _, stderr = run("build", "--dataset", "llava665k")
+    assert status == 1
+    said = " ".join(stderr.split())
+    assert "assumed: --model llava_1_5 --tokenizer llava-hf/llava-1.5-7b-hf" in said
+    assert "--out llava665k-packed" in said
+    for missing in (
+        "annotation file llava_v1_5_mix665k.json",
+        "vg/VG_100K_2",
+        "- tokenizer llava-hf",
+    ):
+        assert missing in said
+    status, _, stderr = run("build", "--dataset", "datamix1", "--out", "packed")
+    assert "assumed: --model Qwen/Qwen2.5-VL-7B-Instruct (give" in " ".join(stderr.split())
+    assert "mmc4" in stderr
+    assert "- model Qwen/Qwen2.5-VL-7B-Instruct" in stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_build_is_named_after_its_dataset(run, dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(each) for each in build_arguments(dataset, tmp_path / "out")]
+    at = arguments.index("--out")
+    status, _, stderr = run(*arguments[:at], *arguments[at + 2 :], "--workers", 1)
+    assert status == 0
+    name = Path(arguments[arguments.index("--dataset") + 1]).name.partition(".")[0]
+    assert f"assumed: --out {name}-packed" in " ".join(stderr.split())
+    assert (tmp_path / f"{name}-packed" / "manifest.json").exists()
+
+
 def test_a_damaged_build_fails_verification_and_names_the_shard(run, dataset, tmp_path):
     out = tmp_path / "out"
     run(*build_arguments(dataset, out), "--workers", 1)
@@ -184,8 +217,8 @@ def test_known_datasets_say_what_is_missing_and_where_to_get_it(run, tmp_path):
         tmp_path / "out",
     ]
     status, _, stderr = run("build", "--dataset", "llava665k", *tail)
-    assert status == 2
-    assert "--data-root" in stderr
+    assert status == 1
+    assert "incomplete in the current folder (--data-root)" in stderr
     (tmp_path / "data" / "gqa" / "images").mkdir(parents=True)
     status, _, stderr = run(
         "build", "--dataset", "llava665k", "--data-root", tmp_path / "data", *tail
@@ -225,7 +258,7 @@ def test_llava665k_packs_data_of_its_real_layout(run, tmp_path):
 def test_packing_and_its_help_need_no_torch():
     script = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
-        " import packer.cli, balance.grouping.isf"
+        " import isobatch.packer.cli, isobatch.balance.grouping.isf"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
@@ -234,7 +267,7 @@ def test_the_demo_needs_nothing_but_the_package(run, tmp_path, demo_data, monkey
     def draw_again(folder):  # what `write_demo` has drawn there
         shutil.copytree(demo_data, folder, dirs_exist_ok=True)
 
-    monkeypatch.setattr("packer.build.write_demo", draw_again)
+    monkeypatch.setattr("isobatch.packer.build.write_demo", draw_again)
     status, printed, _ = run("build", "--dataset", "demo", "--out", tmp_path / "out")
     assert status == 0
     assert "1,000 samples read = 1,000 packed" in printed

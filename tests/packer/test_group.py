@@ -5,11 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from balance.errors import ConfigError, DataError
-from balance.grouping.caps import GroupOptions
-from packer.group import group_files, read_lengths
-from packer.progress import StageProgress
-from shards.tables import read_groups
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.packer.group import group_files, read_lengths
+from isobatch.packer.progress import StageProgress
+from isobatch.shards.tables import read_groups
 from support.cases import for_each
 
 ROWS = [

@@ -35,7 +35,7 @@ SCRIPT = """
 import os
 if __name__ == "__main__":
     os.setsid()  # so that it can be told when all its processes have ended
-    from packer.cli import main
+    from isobatch.packer.cli import main
     main()
 """
 CLUSTER = """

@@ -7,12 +7,12 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from balance.config import preset_names
-from balance.media.audio_tokens import plan_audio
-from balance.media.image_tokens import plan_image
-from balance.presets import load_model
-from packer.verify import verify_build
-from shards.manifest import read_manifest
+from isobatch.common.config import preset_names
+from isobatch.models.audio_tokens import plan_audio
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import load_model
+from isobatch.packer.verify import verify_build
+from isobatch.shards.manifest import read_manifest
 from support.builds.packed import build, digests, quiet, read_samples
 from support.corpora import BYTE_LEVEL, MANUALS, SPEECH, TOKENIZERS, WHOLE
 

@@ -13,11 +13,11 @@ import sys
 import pytest
 from PIL import Image
 
-from balance.errors import ConfigError
-from balance.types import LABEL_IGNORE
-from packer.build import Builder
-from packer.config import BuildConfig
-from shards.manifest import read_manifest
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.shards.manifest import read_manifest
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image
 from support.cases import for_each

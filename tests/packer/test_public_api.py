@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-import packer
+from isobatch import packer
 
 NAMES = [
     "BuildConfig",
@@ -41,7 +41,10 @@ def test_unknown_names_are_attribute_errors():
 
 @pytest.mark.parametrize(
     ("program", "heavy"),
-    [("import packer", ["numpy", "pyarrow", "polars"]), ("import packer.cli", ["polars", "torch"])],
+    [
+        ("import packer", ["numpy", "pyarrow", "polars"]),
+        ("import isobatch.packer.cli", ["polars", "torch"]),
+    ],
 )
 def test_heavy_libraries_are_loaded_only_when_needed(program, heavy):
     program = f"{program}; import sys; print([name for name in {heavy} if name in sys.modules])"
@@ -52,7 +55,9 @@ def test_heavy_libraries_are_loaded_only_when_needed(program, heavy):
 
 
 def test_a_build_from_python_needs_a_config_alone(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("packer.build.write_demo", partial(packer.write_demo, num_samples=60))
+    monkeypatch.setattr(
+        "isobatch.packer.build.write_demo", partial(packer.write_demo, num_samples=60)
+    )
     config = packer.BuildConfig(dataset="demo", out=str(tmp_path / "out"), limit=50, workers=1)
     summary = packer.Builder(config).build()
     assert summary.totals["num_packed"] == 50

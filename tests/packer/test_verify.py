@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from balance.errors import ConfigError, DamagedShard, DataError
-from packer.verify import MOST_SHOWN, require_intact, verify_build
-from shards.manifest import write_manifest
+from isobatch.common.errors import ConfigError, DamagedShard, DataError
+from isobatch.packer.verify import MOST_SHOWN, require_intact, verify_build
+from isobatch.shards.manifest import write_manifest
 from support.builds import bad_pictures as pictures
 from support.builds.packed import build, quiet
 from support.builds.raw_data import good_records, write_dataset, write_image

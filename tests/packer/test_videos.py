@@ -18,15 +18,15 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 from transformers.models.smolvlm import processing_smolvlm
 
-from balance.media.image_tokens import plan_image
-from balance.media.video_rules._number_words import number_words
-from balance.media.video_tokens import VideoFacts, plan_video
-from balance.presets import load_model
-from packer.demo.dataset import demo_tokenizer_path
-from packer.inspect.html import render_group
-from packer.inspect.terminal import print_group
-from packer.inspect.view import inspect_group
-from packer.verify import verify_build
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import load_model
+from isobatch.models.video_rules._number_words import number_words
+from isobatch.models.video_tokens import VideoFacts, plan_video
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.inspect.html import render_group
+from isobatch.packer.inspect.terminal import print_group
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.verify import verify_build
 from support.builds.packed import build, quiet, read_samples
 from support.cases import for_each
 from support.clips import CODECS, make_clip

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
-from shards.arrow.record_batch import ArrowLayout
-from shards.arrow_shards import decode_arrow, shard_schema
-from shards.stored_group import DECODE_ERRORS
+from isobatch.shards.arrow.record_batch import ArrowLayout
+from isobatch.shards.arrow_shards import decode_arrow, shard_schema
+from isobatch.shards.stored_group import DECODE_ERRORS
 
 IDS = ["plain", "schön", "图片", ""]
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from balance.errors import ConfigError, DamagedShard, DataError
-from shards.folders import (
+from isobatch.common.errors import ConfigError, DamagedShard, DataError
+from isobatch.shards.folders import (
     join,
     naming_full_disk,
     on_disk,
@@ -16,7 +16,7 @@ from shards.folders import (
     open_object_folder,
     split,
 )
-from shards.local_folder import OutsideFolder
+from isobatch.shards.local_folder import OutsideFolder
 from support.ranks import launch
 
 
@@ -78,7 +78,7 @@ def test_places_are_joined_and_split_alike():
 def test_an_unknown_kind_of_uri_and_a_missing_package_say_what_to_do(monkeypatch):
     with pytest.raises(ConfigError, match="hdfs:// is no object store that packer knows"):
         open_folder("hdfs://cluster/data")
-    monkeypatch.setitem(sys.modules, "shards.object_folder", None)
+    monkeypatch.setitem(sys.modules, "isobatch.shards.object_folder", None)
     open_object_folder.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'isobatch\[cloud\]'"):
         open_folder("s3://bucket/data", follow_links=True)
@@ -104,7 +104,7 @@ def test_only_a_full_disk_is_renamed():
 PROGRAM = """
 import sys
 if __name__ == "__main__":  # not in the processes that count
-    from packer.cli import main
+    from isobatch.packer.cli import main
     from support.ranks import mount_disk
     mount_disk(sys.argv.pop(1), sys.argv.pop(1))
     main()

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from balance.errors import DamagedShard, DataError
-from balance.types import COUNT_COLUMNS
-from shards.index import INDEX_COLUMNS, IndexPart, index_schema, merge_index, open_index
-from shards.manifest import read_manifest
+from isobatch.common.errors import DamagedShard, DataError
+from isobatch.common.types import COUNT_COLUMNS
+from isobatch.shards.index import INDEX_COLUMNS, IndexPart, index_schema, merge_index, open_index
+from isobatch.shards.manifest import read_manifest
 from support.builds.shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
 
 
@@ -68,7 +68,7 @@ NUMBERS = ("shard", "offset", "length", "checksum", "num_samples", *COUNT_COLUMN
 @pytest.fixture(params=[2, 3], ids=["version 2", "version 3"])
 def batched(request, tmp_path, monkeypatch):
     """A build whose index has several record batches, the last one shorter."""
-    for module in ("shards.index", "support.builds.shard_fixture"):
+    for module in ("isobatch.shards.index", "support.builds.shard_fixture"):
         monkeypatch.setattr(f"{module}.BATCH_ROWS", ROWS)
     folder = write_build(tmp_path / "batched", GROUPS, version=request.param)
     assert len(GROUPS) > 4 * ROWS

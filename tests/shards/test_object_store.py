@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError, DataError
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.upload import work_folder
-from packer.verify import verify_build
-from shards.folders import open_folder, open_object_folder
-from shards.object_folder import HEAD_BYTES, ObjectFolder
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.upload import work_folder
+from isobatch.packer.verify import verify_build
+from isobatch.shards.folders import open_folder, open_object_folder
+from isobatch.shards.object_folder import HEAD_BYTES, ObjectFolder
 from support import ranks
 from support.builds.command import run_packer
 from support.builds.packed import build, digests, quiet
@@ -280,9 +280,9 @@ PROGRAM = """
 import io, json, sys
 if __name__ == "__main__":  # its workers load this file too
     from rich.console import Console
-    from packer.build import Builder
-    from packer.config import BuildConfig
-    from packer.progress import StageProgress
+    from isobatch.packer.build import Builder
+    from isobatch.packer.config import BuildConfig
+    from isobatch.packer.progress import StageProgress
     config = BuildConfig(**json.loads(sys.argv[1]))
     Builder(config, StageProgress(Console(file=io.StringIO()))).build()
 """

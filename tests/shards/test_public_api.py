@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import shards
+from isobatch import shards
 
 NAMES = [
     "BuildFile",
@@ -32,7 +32,7 @@ def test_unknown_names_are_attribute_errors():
 def test_heavy_libraries_are_loaded_only_when_needed():
     heavy = ["torch", "webdataset", "obstore", "pandas", "polars", "pyarrow.parquet", "numba"]
     program = (
-        "import shards, shards.tables, shards.tar_shards, shards.arrow_shards, shards.object_store;"
+        "from isobatch.shards import arrow_shards, object_store, tables, tar_shards;"
         f"import sys; print([name for name in {heavy} if name in sys.modules])"
     )
     run = subprocess.run(

@@ -10,7 +10,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.media.video_tokens import VideoFacts
+from isobatch.models.video_tokens import VideoFacts
 
 CODECS = {
     "h264": ("libx264", "mp4", "yuv420p", {"g": "12", "bf": "2"}),

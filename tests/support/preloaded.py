@@ -2,9 +2,9 @@
 
 import gc
 
-from engine.simulator.program import make_program
-from engine.simulator.schedule import one_f_one_b
-from engine.simulator.simulate import simulate
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.simulate import simulate
 from support import compile_once
 from support.costs.random_steps import constant_stages
 

@@ -26,12 +26,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOADED = (
-    "engine.dispatching.dispatch",
-    "engine.runtime.models.transformers_models",
-    "engine.runtime.pipeline",
-    "engine.train.cli",
+    "isobatch.engine.dispatching.dispatch",
+    "isobatch.engine.runtime.models.transformers_models",
+    "isobatch.engine.runtime.pipeline",
+    "isobatch.engine.train.cli",
     "loaders",
-    "packer.cli",
+    "isobatch.packer.cli",
     "torch.distributed.checkpoint",
     "transformers.models.internvl.modeling_internvl",
     "transformers.models.llava.modeling_llava",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from balance.types import Groups
+from isobatch.common.types import Groups
 
 
 def repeated_pairs(groups: Groups, others: Groups) -> float:

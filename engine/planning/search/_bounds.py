@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
-from engine.simulator.program import make_program
-from engine.simulator.schedule import PassKind, Schedule
-from engine.simulator.simulate import simulate
-from engine.simulator.stages import StageCosts
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import PassKind, Schedule
+from isobatch.engine.simulator.simulate import simulate
+from isobatch.engine.simulator.stages import StageCosts
 
 
 class LayerSums(NamedTuple):

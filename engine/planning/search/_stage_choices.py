@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.planning.rank_memory import stage_peaks
-from engine.planning.search._bounds import range_bounds
-from engine.planning.search._windows import Windows
-from engine.planning.search.limits import SearchLimits
-from engine.planning.search.local_search import NEVER, PartitionEvaluator
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.planning.rank_memory import stage_peaks
+from isobatch.engine.planning.search._bounds import range_bounds
+from isobatch.engine.planning.search._windows import Windows
+from isobatch.engine.planning.search.limits import SearchLimits
+from isobatch.engine.planning.search.local_search import NEVER, PartitionEvaluator
 
 MOST_COMBINED = 1_000
 """Combinations of the ranks' choices that are simulated per partition."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from balance.types import IntArray
-from engine.planning.search.local_search import NEVER
+from isobatch.common.types import IntArray
+from isobatch.engine.planning.search.local_search import NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.bmp import greedy_anchor
-from engine.planning.partition import METHODS, by_step_time, check_stages, even_partition
-from engine.planning.recompute import InfeasiblePlan, what_would_fit
-from engine.planning.search._bounds import window_steps
-from engine.planning.search._stage_choices import StageChoices, every_stage
-from engine.planning.search._windows import (
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.bmp import greedy_anchor
+from isobatch.engine.planning.partition import METHODS, by_step_time, check_stages, even_partition
+from isobatch.engine.planning.recompute import InfeasiblePlan, what_would_fit
+from isobatch.engine.planning.search._bounds import window_steps
+from isobatch.engine.planning.search._stage_choices import StageChoices, every_stage
+from isobatch.engine.planning.search._windows import (
     Windows,
     best_chain,
     chain_bounds,
@@ -33,9 +33,18 @@ from engine.planning.search._windows import (
     join,
     prune,
 )
-from engine.planning.search.limits import CHUNK_ACTIONS, UNLIMITED, SearchLimits, SearchProgress
-from engine.planning.search.local_search import NEVER, PartitionEvaluator, improve_partition
-from engine.simulator.schedule import Schedule
+from isobatch.engine.planning.search.limits import (
+    CHUNK_ACTIONS,
+    UNLIMITED,
+    SearchLimits,
+    SearchProgress,
+)
+from isobatch.engine.planning.search.local_search import (
+    NEVER,
+    PartitionEvaluator,
+    improve_partition,
+)
+from isobatch.engine.simulator.schedule import Schedule
 
 SHARE = 3
 """The next length gets 1 / SHARE of the windows that may still be simulated."""

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import peak_bytes
-from engine.planning.recompute import RecomputeChooser
-from engine.planning.search._bounds import layer_sums, window_steps
-from engine.planning.search.limits import CHUNK_ACTIONS, UNLIMITED, SearchLimits
-from engine.simulator.schedule import Schedule
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.rank_memory import peak_bytes
+from isobatch.engine.planning.recompute import RecomputeChooser
+from isobatch.engine.planning.search._bounds import layer_sums, window_steps
+from isobatch.engine.planning.search.limits import CHUNK_ACTIONS, UNLIMITED, SearchLimits
+from isobatch.engine.simulator.schedule import Schedule
 
 NEVER = np.iinfo(np.int64).max
 """Time of a partition that does not fit."""

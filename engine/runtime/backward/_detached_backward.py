@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.runtime.stage_io import StageTensors
+from isobatch.engine.runtime.stage_io import StageTensors
 
 
 class _JoinOutputs(torch.autograd.Function):

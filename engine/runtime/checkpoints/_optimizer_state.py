@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from balance.errors import ConfigError
-from engine.runtime.optimizer.main_weights import main_param
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.optimizer.main_weights import main_param
 
 Layers = Mapping[int, nn.Module]
 """A rank's layers by index in the model: `Pipeline.layers`."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from balance.errors import ConfigError, DataError, first_line
+from isobatch.common.errors import ConfigError, DataError, first_line
 
 STATE_VERSION = 1
 PROGRESS_NAME = "progress.json"

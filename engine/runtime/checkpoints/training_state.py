@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from balance.errors import ConfigError, DataError
-from engine.runtime.checkpoints._optimizer_state import (
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.runtime.checkpoints._optimizer_state import (
     Layers,
     Options,
     load_into,
@@ -37,7 +37,7 @@ from engine.runtime.checkpoints._optimizer_state import (
     parameters_of,
     tensors_of,
 )
-from engine.runtime.checkpoints._state_folders import (
+from isobatch.engine.runtime.checkpoints._state_folders import (
     PROGRESS_NAME,
     begin_state,
     cannot,
@@ -47,13 +47,13 @@ from engine.runtime.checkpoints._state_folders import (
     read_progress,
     remove_older,
 )
-from engine.runtime.communication.collectives import (
+from isobatch.engine.runtime.communication.collectives import (
     gather_objects,
     on_all_ranks,
     on_first_rank,
     world_errors,
 )
-from engine.runtime.optimizer.main_weights import gather_weight, local_part, main_param
+from isobatch.engine.runtime.optimizer.main_weights import gather_weight, local_part, main_param
 
 __all__ = ["PROGRESS_NAME", "Progress", "load_state", "newest_state", "save_state"]
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.runtime.communication.p2p_schedule import Message
-from engine.runtime.communication.process_groups import Pair, ProcessGroups
-from engine.runtime.errors import OUT_OF_MEMORY, peer_errors
-from engine.runtime.stage_io import StageTensors, TensorSpec
+from isobatch.engine.runtime.communication.p2p_schedule import Message
+from isobatch.engine.runtime.communication.process_groups import Pair, ProcessGroups
+from isobatch.engine.runtime.errors import OUT_OF_MEMORY, peer_errors
+from isobatch.engine.runtime.stage_io import StageTensors, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from balance.errors import IsobatchError
-from engine.runtime.errors import finish, peer_errors
+from isobatch.common.errors import IsobatchError
+from isobatch.engine.runtime.errors import finish, peer_errors
 
 T = TypeVar("T")
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from balance.errors import ConfigError
-from engine.dispatching.routes import Route
-from engine.runtime.errors import peer_errors
+from isobatch.common.errors import ConfigError
+from isobatch.engine.dispatching.routes import Route
+from isobatch.engine.runtime.errors import peer_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.types import IntArray
-from engine.runtime.communication.process_groups import Pair
-from engine.simulator.program import Encodings, Program, make_program
-from engine.simulator.schedule import PassKind, Schedule
-from engine.simulator.simulate import Timeline, simulate
-from engine.simulator.stages import StageCosts
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.engine.runtime.communication.process_groups import Pair
+from isobatch.engine.simulator.program import Encodings, Program, make_program
+from isobatch.engine.simulator.schedule import PassKind, Schedule
+from isobatch.engine.simulator.simulate import Timeline, simulate
+from isobatch.engine.simulator.stages import StageCosts
 
 
 class Message(NamedTuple):
@@ -101,7 +101,7 @@ def _find_ahead(made: P2PSchedule, timeline: Timeline, rank: int) -> None:
 def reordered(schedule: Schedule, order: IntArray) -> Schedule:
     """The schedule with micro-batch `order[i]` in place of i. ConfigError if it is no permutation.
 
-    >>> from engine.simulator.schedule import one_f_one_b
+    >>> from isobatch.engine.simulator.schedule import one_f_one_b
     >>> schedule = reordered(one_f_one_b(1, 3), np.array([2, 0, 1]))
     >>> [action.micro_batch for action in schedule.of_rank(0)]
     [2, 2, 0, 0, 1, 1]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.errors import peer_errors
-from engine.runtime.stage_io import LayerStack
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.errors import peer_errors
+from isobatch.engine.runtime.stage_io import LayerStack
 
 Pair = tuple[int, int]
 """(sender, receiver), as ranks of a pipeline."""

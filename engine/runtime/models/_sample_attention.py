@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.errors import ConfigError
+from isobatch.common.errors import ConfigError
 
 NAME = "isobatch_samples"
 """Name of our function in transformers' table of attention functions."""

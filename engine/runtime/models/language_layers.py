@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from balance.errors import ConfigError
-from engine.runtime.models._sample_attention import packed_attention
-from engine.runtime.models.layer_specs import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.models._sample_attention import packed_attention
+from isobatch.engine.runtime.models.layer_specs import (
     FEATURES,
     HIDDEN,
     OutputSpecs,
@@ -24,8 +24,8 @@ from engine.runtime.models.layer_specs import (
     deep_tensors,
     hidden_specs,
 )
-from engine.runtime.models.token_loss import loss_sum
-from engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
+from isobatch.engine.runtime.models.token_loss import loss_sum
+from isobatch.engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
 
 _COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
 _SHARED = (_COS, _SIN, _BORDERS, _IMAGES)

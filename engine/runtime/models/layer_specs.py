@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.stage_io import Batch, StageTensors, TensorSpec
+from isobatch.engine.runtime.stage_io import Batch, StageTensors, TensorSpec
 
 FEATURES, HIDDEN = "features", "hidden"
 """Tensors that cross cuts: before the token embedding, and after it."""

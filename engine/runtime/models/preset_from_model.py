@@ -7,13 +7,18 @@ model's layers one by one: what planning calls each of them, and which part it b
 from dataclasses import replace
 from typing import Any
 
-from balance.media.rules.anyres import AnyresRule
-from balance.media.rules.fixed import FixedRule
-from balance.media.rules.tiles import TilesRule
-from balance.presets import LlmShape, ModelPreset, VitShape
-from engine.runtime.models.qwen_vl_layers import NativeVisionLayer, window_tokens
-from engine.runtime.models.vision_layers import VisionLayer, as_pair, merge_side, patch_tokens
-from engine.runtime.stage_io import LayerStack
+from isobatch.engine.runtime.models.qwen_vl_layers import NativeVisionLayer, window_tokens
+from isobatch.engine.runtime.models.vision_layers import (
+    VisionLayer,
+    as_pair,
+    merge_side,
+    patch_tokens,
+)
+from isobatch.engine.runtime.stage_io import LayerStack
+from isobatch.models.image_rules.anyres import AnyresRule
+from isobatch.models.image_rules.fixed import FixedRule
+from isobatch.models.image_rules.tiles import TilesRule
+from isobatch.models.presets import LlmShape, ModelPreset, VitShape
 
 
 def preset_from_model(model: Any, stack: LayerStack, preset: ModelPreset) -> ModelPreset:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.runtime.models.image_grids import (
+from isobatch.engine.runtime.models.image_grids import (
     frame_borders,
     interpolated_places,
     patch_positions,
     window_order,
 )
-from engine.runtime.models.layer_specs import (
+from isobatch.engine.runtime.models.layer_specs import (
     FEATURES,
     OutputSpecs,
     SpecLayer,
@@ -30,8 +30,8 @@ from engine.runtime.models.layer_specs import (
     deep_tensors,
     row_specs,
 )
-from engine.runtime.models.vision_layers import PatchEmbedding, dtype_of
-from engine.runtime.stage_io import Batch, StageTensors
+from isobatch.engine.runtime.models.vision_layers import PatchEmbedding, dtype_of
+from isobatch.engine.runtime.stage_io import Batch, StageTensors
 
 _COS, _SIN, _BORDERS = "vision_cos", "vision_sin", "vision_borders"
 _WINDOWS = "vision_windows"

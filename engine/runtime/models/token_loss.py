@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balance.types import LABEL_IGNORE
-from engine.runtime.stage_io import Batch
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.engine.runtime.stage_io import Batch
 
 _CHUNK = 1 << 24
 """Logits in float32 at a time, 64 MiB: enough work for a GPU, little memory."""

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balance.errors import ConfigError, first_line
-from engine.runtime.models.image_grids import rotary_positions
-from engine.runtime.models.language_layers import LanguageRules, language_layers
-from engine.runtime.models.layer_specs import SpecLayer
-from engine.runtime.models.qwen_vl_layers import qwen_vl_vision
-from engine.runtime.models.vision_layers import (
+from isobatch.common.errors import ConfigError, first_line
+from isobatch.engine.runtime.models.image_grids import rotary_positions
+from isobatch.engine.runtime.models.language_layers import LanguageRules, language_layers
+from isobatch.engine.runtime.models.layer_specs import SpecLayer
+from isobatch.engine.runtime.models.qwen_vl_layers import qwen_vl_vision
+from isobatch.engine.runtime.models.vision_layers import (
     anyres_vision,
     gemma3_vision,
     internvl_vision,
     llava_vision,
 )
-from engine.runtime.stage_io import Batch, LayerStack, TensorSpec
+from isobatch.engine.runtime.stage_io import Batch, LayerStack, TensorSpec
 
 TEXT_MODELS = (
     *("llama", "mistral", "qwen2", "qwen3"),

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from balance.errors import ConfigError
-from engine.runtime.models.layer_specs import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.models.layer_specs import (
     FEATURES,
     OutputSpecs,
     SpecLayer,
     patch_specs,
     row_specs,
 )
-from engine.runtime.stage_io import Batch, StageTensors, TensorSpec
+from isobatch.engine.runtime.stage_io import Batch, StageTensors, TensorSpec
 
 
 class PatchEmbedding(SpecLayer):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.runtime.communication.collectives import gather_objects, world_errors
+from isobatch.engine.runtime.communication.collectives import gather_objects, world_errors
 
 Prefixes = tuple[Mapping[str, str], ...]
 """Names of each layer's children -> their paths in the model."""

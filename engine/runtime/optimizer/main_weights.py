@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from balance.errors import ConfigError
-from engine.cost_model.training_mode import Precision, TrainingMode
-from engine.runtime.communication.process_groups import sum_gradients
-from engine.runtime.errors import peer_errors
-from engine.runtime.stage_io import Batch, TensorSpec, TensorSpecs
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
+from isobatch.engine.runtime.communication.process_groups import sum_gradients
+from isobatch.engine.runtime.errors import peer_errors
+from isobatch.engine.runtime.stage_io import Batch, TensorSpec, TensorSpecs
 
 MAIN = "main_param"
 DTYPE_OF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}

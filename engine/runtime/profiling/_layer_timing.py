@@ -15,11 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.backward.deferred_weights import DeferredWeights
-from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.stage_executor import RankLayers
-from engine.runtime.stage_io import Batch, StageTensors, TensorSpec, check_tensors, samples_text
+from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.stage_executor import RankLayers
+from isobatch.engine.runtime.stage_io import (
+    Batch,
+    StageTensors,
+    TensorSpec,
+    check_tensors,
+    samples_text,
+)
 
 
 class LayerTimes(NamedTuple):

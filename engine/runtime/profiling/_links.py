@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from balance.types import IntArray
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.common.types import IntArray
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
 
 ROUNDS = 7
 """Messages per size; the first warms up, the median of the others counts."""

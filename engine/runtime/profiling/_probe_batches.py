@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from balance.errors import ConfigError
-from engine.cost_model.loads import Loads
-from engine.cost_model.profile_table import PHASES
-from engine.runtime.stage_io import Batch, samples_text
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.profile_table import PHASES
+from isobatch.engine.runtime.stage_io import Batch, samples_text
 
 SHARES = (0.25, 0.5, 0.75)
 """Shares of a micro-batch's samples in a part."""

@@ -20,27 +20,27 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from balance.errors import ConfigError
-from balance.types import IntArray
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads
-from engine.cost_model.profile_table import Profile, make_profile
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.communication.collectives import all_reduce
-from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peer_errors
-from engine.runtime.layer_rng import preserve_rng
-from engine.runtime.pipeline import Pipeline
-from engine.runtime.profiling._layer_timing import (
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.profile_table import Profile, make_profile
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.process_groups import ProcessGroups
+from isobatch.engine.runtime.errors import peer_errors
+from isobatch.engine.runtime.layer_rng import preserve_rng
+from isobatch.engine.runtime.pipeline import Pipeline
+from isobatch.engine.runtime.profiling._layer_timing import (
     LayerBytes,
     LayerTimes,
     stage_bytes,
     stage_inputs,
     stage_times,
 )
-from engine.runtime.profiling._links import barrier, message_times
-from engine.runtime.stage_executor import RankLayers
-from engine.runtime.stage_io import Batch, StageTensors
+from isobatch.engine.runtime.profiling._links import barrier, message_times
+from isobatch.engine.runtime.stage_executor import RankLayers
+from isobatch.engine.runtime.stage_io import Batch, StageTensors
 
 _OF_PASSES = (*LayerTimes._fields, *LayerBytes._fields)
 _OF_LAYERS = ("state_bytes", "param_counts", "is_trained")

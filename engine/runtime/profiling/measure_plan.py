@@ -11,27 +11,31 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from balance.types import IntArray
-from engine.cost_model.analytical import layer_names
-from engine.cost_model.costs import MEMORY
-from engine.cost_model.layer_list import layers_of, phases_of
-from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
-from engine.planning.partition import even_partition
-from engine.planning.plan import Plan, PlanRequest
-from engine.planning.planner import plan_from_profile
-from engine.planning.recompute import choose_recompute
-from engine.runtime.batch_loads import batch_loads
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling._probe_batches import probe_batches
-from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
-from engine.runtime.profiling.partition_trials import (
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.analytical import layer_names
+from isobatch.engine.cost_model.costs import MEMORY
+from isobatch.engine.cost_model.layer_list import layers_of, phases_of
+from isobatch.engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
+from isobatch.engine.planning.partition import even_partition
+from isobatch.engine.planning.plan import Plan, PlanRequest
+from isobatch.engine.planning.planner import plan_from_profile
+from isobatch.engine.planning.recompute import choose_recompute
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling._probe_batches import probe_batches
+from isobatch.engine.runtime.profiling.measure_layers import (
+    LayerLabels,
+    MeasureOptions,
+    measure_layers,
+)
+from isobatch.engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
     TrialOptions,
     TrialStep,
     measure_partitions,
     temporary_pipelines,
 )
-from engine.runtime.stage_io import Batch, LayerStack
+from isobatch.engine.runtime.stage_io import Batch, LayerStack
 
 REPEATS = 5
 """Runs of every pass; the first warms up."""

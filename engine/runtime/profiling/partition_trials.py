@@ -20,18 +20,18 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from balance.errors import ConfigError, IsobatchError
-from balance.types import IntArray
-from engine.cost_model.costs import NS_PER_MS, Costs
-from engine.planning.adaptive_recompute import OutOfMemory
-from engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
-from engine.planning.recompute import InfeasiblePlan
-from engine.runtime.communication.collectives import broadcast, gather_objects
-from engine.runtime.errors import PeerLost
-from engine.runtime.layer_rng import preserve_rng
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.stage_io import Batch, LayerStack
-from engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
+from isobatch.engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
+from isobatch.engine.planning.recompute import InfeasiblePlan
+from isobatch.engine.runtime.communication.collectives import broadcast, gather_objects
+from isobatch.engine.runtime.errors import PeerLost
+from isobatch.engine.runtime.layer_rng import preserve_rng
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.stage_io import Batch, LayerStack
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 
 Recompute = Callable[[IntArray], NDArray[np.bool_]]
 """borders -> which layers are recomputed; may raise InfeasiblePlan."""

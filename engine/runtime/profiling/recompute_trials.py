@@ -16,17 +16,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balance.errors import ConfigError
-from balance.types import IntArray
-from engine.cost_model.costs import Costs
-from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory, adapt_recompute
-from engine.runtime.communication.collectives import gather_objects
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.layer_rng import preserve_rng
-from engine.runtime.optimizer.main_weights import local_part
-from engine.runtime.pipeline import Pipeline
-from engine.runtime.stage_io import Batch
-from engine.simulator.schedule import make_schedule
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import IntArray
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.adaptive_recompute import (
+    AdaptedRecompute,
+    OutOfMemory,
+    adapt_recompute,
+)
+from isobatch.engine.runtime.communication.collectives import gather_objects
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.layer_rng import preserve_rng
+from isobatch.engine.runtime.optimizer.main_weights import local_part
+from isobatch.engine.runtime.pipeline import Pipeline
+from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.simulator.schedule import make_schedule
 
 FORMAT = 1
 """Version of the evidence file."""

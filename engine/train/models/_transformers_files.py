@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from balance.errors import ConfigError, DataError, first_line
-from engine.runtime.models.vision_layers import as_pair
-from engine.train.step_source import StepSource
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.engine.runtime.models.vision_layers import as_pair
+from isobatch.engine.train.step_source import StepSource
 
 TINY_KINDS = ("llava", "internvl", "qwen2_vl")
 """Models that can be made without a config."""

@@ -12,25 +12,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from balance.errors import ConfigError
-from balance.media.rules import VisionRule
-from balance.media.rules.anyres import AnyresRule
-from balance.media.rules.fixed import FixedRule
-from balance.media.rules.native import NativeRule
-from balance.media.rules.tiles import TilesRule
-from balance.presets import ModelPreset, load_model
-from engine.cost_model.analytical import layer_names
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.operations import Layer
-from engine.cost_model.parallel import Parallelism
-from engine.runtime.models.preset_from_model import preset_from_model
-from engine.runtime.models.transformers_models import from_transformers
-from engine.runtime.models.weights import gather_state_dict, names_of
-from engine.runtime.pipeline import Pipeline
-from engine.runtime.stage_io import LayerStack
-from engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
-from engine.train.models.tiny_vlm import make_tiny_vlm
-from engine.train.step_source import StepSource
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.analytical import layer_names
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.operations import Layer
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.runtime.models.preset_from_model import preset_from_model
+from isobatch.engine.runtime.models.transformers_models import from_transformers
+from isobatch.engine.runtime.models.weights import gather_state_dict, names_of
+from isobatch.engine.runtime.pipeline import Pipeline
+from isobatch.engine.runtime.stage_io import LayerStack
+from isobatch.engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
+from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
+from isobatch.engine.train.step_source import StepSource
+from isobatch.models.image_rules import VisionRule
+from isobatch.models.image_rules.anyres import AnyresRule
+from isobatch.models.image_rules.fixed import FixedRule
+from isobatch.models.image_rules.native import NativeRule
+from isobatch.models.image_rules.tiles import TilesRule
+from isobatch.models.presets import ModelPreset, load_model
 
 TINY = "tiny"
 RULES: dict[str, type[VisionRule]] = {

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.errors import ConfigError
-from balance.media.rules.tiles import TilesRule
-from balance.presets import ModelPreset
-from engine.runtime.models.token_loss import loss_sum
-from engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.models.token_loss import loss_sum
+from isobatch.engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
+from isobatch.models.image_rules.tiles import TilesRule
+from isobatch.models.presets import ModelPreset
 
 TILE_SIDE, PATCH_SIDE, MERGE = 56, 14, 2
 GRID = TILE_SIDE // PATCH_SIDE

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from balance.errors import ConfigError
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs.family import Arguments
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs.family import Arguments
 
 
 def has_clips(batch: MicroBatch) -> bool:

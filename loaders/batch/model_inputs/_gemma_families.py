@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balance.errors import ConfigError
-from balance.types import LABEL_IGNORE
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs.family import (
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
     ModelFamily,

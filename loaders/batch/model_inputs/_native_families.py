@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs.family import (
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
     ModelFamily,

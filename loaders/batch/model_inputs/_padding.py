@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs.family import Arguments, ModelFamily, config_of_text
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs.family import Arguments, ModelFamily, config_of_text
 
 
 def padded_text(batch: MicroBatch, num_rows: int, config: Any, family: ModelFamily) -> Arguments:

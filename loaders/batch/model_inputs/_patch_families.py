@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balance.errors import ConfigError
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs.family import (
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
     ModelFamily,

@@ -9,9 +9,14 @@ Gemma 3 and PaliGemma.
 from dataclasses import replace
 from typing import Any
 
-from balance.errors import ConfigError
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs.family import BlankImage, ModelFamily, config_of_text, crop_sides
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs.family import (
+    BlankImage,
+    ModelFamily,
+    config_of_text,
+    crop_sides,
+)
 
 _CAUSAL = (
     *("aria_text", "cohere", "cohere2", "gemma", "gemma2", "granite", "llama", "mistral"),

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from balance.errors import ConfigError
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs._gemma_families import GEMMA_FAMILIES
-from loaders.batch.model_inputs._native_families import NATIVE_FAMILIES
-from loaders.batch.model_inputs._patch_families import PATCH_FAMILIES
-from loaders.batch.model_inputs._processed_family import processed_family
-from loaders.batch.model_inputs.family import ModelFamily
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs._gemma_families import GEMMA_FAMILIES
+from isobatch.loaders.batch.model_inputs._native_families import NATIVE_FAMILIES
+from isobatch.loaders.batch.model_inputs._patch_families import PATCH_FAMILIES
+from isobatch.loaders.batch.model_inputs._processed_family import processed_family
+from isobatch.loaders.batch.model_inputs.family import ModelFamily
 
 FAMILIES: dict[Any, ModelFamily] = {**PATCH_FAMILIES, **NATIVE_FAMILIES, **GEMMA_FAMILIES}
 """`model_type` -> what is particular about its inputs."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balance.errors import ConfigError
-from loaders.batch.micro_batch import MicroBatch
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.micro_batch import MicroBatch
 
 Arguments = dict[str, Any]
 """Keyword arguments of a model."""

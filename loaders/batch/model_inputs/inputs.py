@@ -7,20 +7,22 @@ would see each other with a key-value cache, with an attention mask, in Qwen-VL 
 tensors' values, so call it on the CPU.
 """
 
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-from balance.errors import ConfigError
-from balance.types import LABEL_IGNORE
-from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs._audio import audio_arguments, has_clips, with_blank_clip
-from loaders.batch.model_inputs._padding import padded_text
-from loaders.batch.model_inputs._processed_family import as_own_rule
-from loaders.batch.model_inputs._registry import family_of
-from loaders.batch.model_inputs.family import (
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.model_inputs._audio import audio_arguments, has_clips, with_blank_clip
+from isobatch.loaders.batch.model_inputs._padding import padded_text
+from isobatch.loaders.batch.model_inputs._processed_family import as_own_rule
+from isobatch.loaders.batch.model_inputs._registry import family_of
+from isobatch.loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
     ModelFamily,
@@ -30,19 +32,23 @@ from loaders.batch.model_inputs.family import (
 
 BLANK_SAMPLE_ID = "(blank image)"
 BLANK_CLIP_ID = "(blank clip)"
+BORDERS_FOR_ENCODERS = (5, 9), (5, 18)
+"""First and last transformers that hand the text's borders to encoders, which have their own."""
 
 
 def model_inputs(
-    batch: MicroBatch, config: Any, *, always_encode: bool = True, with_labels: bool = True
+    batch: MicroBatch, model: Any, *, always_encode: bool = True, with_labels: bool = True
 ) -> dict[str, Any]:
-    """What `model(**inputs)` takes for a model with transformers' `config`; new tensors.
+    """What `model(**inputs)` takes for a model of transformers; new tensors.
+
+    `model`: the model, wrapped by DDP, FSDP or torch.compile or not, or its `config`.
 
     `input_ids` and `labels` (1, tokens), `position_ids` (1, tokens) from 0 in each sample, or for
     models with M-RoPE (4, 1, tokens): those and its three. `pixel_values` and their sizes, grids or
     places as the model takes them, masks where tokens see later ones. With flash attention and with
     linear attention also the borders of the samples. No loss crosses a border, and the model's
-    `loss` is this micro-batch's part of the step's mean: parts of all micro-batches and ranks are
-    summed.
+    `loss` is this micro-batch's part of the step's: divided by `MicroBatch.loss_divisor`, so that
+    its gradients are right once the trainer has joined them over the ranks.
 
     A micro-batch that is planned to be padded (`is_padded`) gets a row per sample instead, padded
     on the right: (rows, longest), with an `attention_mask`, and needs no attention that keeps
@@ -65,6 +71,7 @@ def model_inputs(
     unequal weight, which transformers' losses do not know, and attention that cannot keep packed
     samples apart.
     """
+    config = config_of(model)
     batch = as_own_rule(batch, config)
     family = family_of(config, batch)
     _check_media(batch, config, family)
@@ -82,14 +89,30 @@ def model_inputs(
         text = padded_text(batch, num_rows, config, family)
     else:
         text = _packed_text(batch, config, family)
-    inputs = {**text, "use_cache": False, "num_items_in_batch": batch.loss_normalizer}
-    if not with_labels:
-        del inputs["labels"], inputs["num_items_in_batch"]
+    inputs = {
+        **text,
+        "use_cache": False,
+    }
+    if with_labels:
+        inputs["num_items_in_batch"] = batch.loss_divisor
+    else:
+        del inputs["labels"]
     if _has_images(batch):
         inputs |= family.images(batch, config)
     if has_clips(batch):
         inputs |= audio_arguments(batch, config)
     return inputs
+
+
+def config_of(model: Any) -> Any:
+    """The config of a model of transformers, whatever wraps it; a config as it is."""
+    while isinstance(model, Module) and not hasattr(model, "config"):
+        if (inner := getattr(model, "module", None)) is None:
+            raise ConfigError(
+                f"{type(model).__name__} is no model of transformers; give one, or its config"
+            )
+        model = inner
+    return model.config if isinstance(model, Module) else model
 
 
 def _packed_text(batch: MicroBatch, config: Any, family: ModelFamily) -> Arguments:
@@ -117,7 +140,7 @@ def _borders(batch: MicroBatch, config: Any) -> Arguments:
     is_linear = "linear_attention" in layer_types and batch.num_samples > 1
     if is_linear:
         _check_kernels(config)
-    if not is_linear and "flash" not in str(getattr(config, "_attn_implementation", None)):
+    if not is_linear and (not _has_flash(config) or _confuses_encoder(config)):
         return {}
     # else transformers finds the borders in position_ids, waiting for the GPU in every layer, and
     # linear attention knows of none
@@ -128,6 +151,19 @@ def _borders(batch: MicroBatch, config: Any) -> Arguments:
         numbers = torch.arange(batch.num_samples, dtype=torch.int32, device=borders.device)
         arguments["seq_idx"] = numbers.repeat_interleave(borders.diff().long())[None]
     return arguments
+
+
+def _has_flash(config: Any) -> bool:
+    return "flash" in str(getattr(config, "_attn_implementation", None))
+
+
+def _confuses_encoder(config: Any) -> bool:
+    """Whether flash attention of the encoder would get the borders of samples besides its own."""
+    version = str(getattr(sys.modules.get("transformers"), "__version__", "")).split(".")[:2]
+    if not all(part.isdecimal() for part in version):
+        return False
+    first, last = BORDERS_FOR_ENCODERS
+    return first <= tuple(map(int, version)) <= last and _has_flash(config.vision_config)
 
 
 def _check_kernels(config: Any) -> None:

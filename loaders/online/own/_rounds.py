@@ -8,7 +8,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from balance.types import Groups, IntArray
+from isobatch.common.types import Groups, IntArray
 
 UNIT = 1 << 16
 """A mean load, in which loads are compared."""

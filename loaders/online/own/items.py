@@ -6,15 +6,18 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from balance.errors import ConfigError
-from loaders.config import LoaderConfig
-from loaders.online.encoded import OF_TEXT, Encoded
-from loaders.online.own.streams import is_stream
+from isobatch.common.errors import ConfigError
+from isobatch.counting.records.schemas import CONTENT_KEYS
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.online.encoded import OF_TEXT, Encoded
+from isobatch.loaders.online.own.streams import is_stream
+from isobatch.loaders.online.records import Records
 
 if TYPE_CHECKING:
-    from loaders.online.loader import PackingConfig
+    from isobatch.loaders.online.loader import PackingConfig
 
 
 def of_items(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> "PackingConfig":
@@ -42,6 +45,22 @@ def of_items(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> "P
             is_sample = False
     is_sample = is_sample and packing.encode is None
     return replace(packing, encode=encoded_item) if is_sample else packing
+
+
+def require_records(records: Records, packing: "PackingConfig") -> None:
+    """ConfigError for items that are samples already, where they are not loaded as such.
+
+    The first one tells. Nothing else says what such an item costs, and no model has to.
+    """
+    if packing.measure == "own" or packing.encode is not None or packing.columns:
+        return
+    first = records.take(np.zeros(1, np.int64))[0]
+    value = getattr(first, "value", first)
+    if isinstance(value, Mapping) and "input_ids" in value and not CONTENT_KEYS & {*value}:
+        raise ConfigError(
+            "record 0 has input_ids and no text: it is a sample already; give measure='own' and "
+            "max_tokens=, which need no model"
+        )
 
 
 def encoded_item(item: Any) -> Encoded:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError
-from balance.types import BoolArray, IntArray
-from loaders.online._length_table import ROW, STATUS, UNKNOWN, LengthTable
-from loaders.online.lengths import MeasuredPart, SampleLengths
-from loaders.online.own.streams import StreamRecords
-from loaders.online.reader import RecordReader
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import BoolArray, IntArray
+from isobatch.loaders.online._length_table import ROW, STATUS, UNKNOWN, LengthTable
+from isobatch.loaders.online.lengths import MeasuredPart, SampleLengths
+from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.reader import RecordReader
 
 CHUNK = 16
 """Records that are counted together: the memory of all is kept as long as one is in use."""

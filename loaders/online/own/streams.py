@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from balance.errors import DataError, first_line
-from balance.types import IntArray
-from loaders.online.records import Records, Transform, is_hugging_face
+from isobatch.common.errors import DataError, first_line
+from isobatch.common.types import IntArray
+from isobatch.loaders.online.records import Records, Transform, is_hugging_face
 
 
 def is_stream(dataset: Any) -> bool:

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from balance.errors import ConfigError
-from balance.rng import PLANNED, random_permutation
-from balance.types import Groups, IntArray, Limits
-from loaders.online._exchange import Cancelled
-from loaders.online.own._rounds import deal, make_rounds
-from loaders.online.own.lengths import MORE, OwnLengths
-from loaders.plan.window_order import WindowOrder
-from loaders.plan.windows import Loads, WindowEpoch, WindowGroups
+from isobatch.balance.rng import PLANNED, random_permutation
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Groups, IntArray, Limits
+from isobatch.loaders.online._exchange import Cancelled
+from isobatch.loaders.online.own._rounds import deal, make_rounds
+from isobatch.loaders.online.own.lengths import MORE, OwnLengths
+from isobatch.loaders.plan.window_order import WindowOrder
+from isobatch.loaders.plan.windows import Loads, WindowEpoch, WindowGroups
 
 
 class OwnEpoch(WindowEpoch):

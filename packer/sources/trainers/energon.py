@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
-from balance.errors import ConfigError, DataError, first_line
-from packer.sources.base import Located
-from shards.folders import Folder, join
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.counting.records.fields import example_of
+from isobatch.packer.sources.base import Located
+from isobatch.shards.folders import Folder, join
 
 META = ".nv-meta"
 INFO_NAMES = (".info.json", ".info.yaml")
@@ -24,13 +25,15 @@ SPLIT_NAMES = ("split.yaml", "split.json")
 DATASET_NAME = "dataset.yaml"
 MOST_SHARDS = 1_000_000
 """Of a split, so that `{0..999999999}` is an error and not a full memory."""
-DATASET_KEYS = frozenset(
-    {"__module__", "__class__", "sample_type", "field_map", "subflavors", "part_filter"}
-    | {"sample_loader", "auto_decode", "image_decode", "av_decode", "video_decode_audio"}
+_UNREAD = frozenset(
+    {"subflavors", "auto_decode", "image_decode", "av_decode", "video_decode_audio"}
     | {"ignore_decoder_errors", "guess_content", "shuffle_over_epochs", "parallel_shard_iters"}
     | {"max_samples_per_sequence"}
 )
-"""Keys of dataset.yaml. Those of decoding, shuffling and `subflavors` change no text."""
+DATASET_KEYS = _UNREAD.union(
+    {"__module__", "__class__", "sample_type", "field_map", "part_filter", "sample_loader"}
+)
+"""Keys of dataset.yaml. Those of decoding, shuffling and `subflavors` are reported."""
 _VQA = {"context": "question", "answers": "answers"}
 SAMPLE_TYPES: dict[str, dict[str, str]] = {
     "CaptioningSample": {"image": "image", "caption": "caption"},
@@ -134,17 +137,24 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     if strange := next((name for name in names if not isinstance(counts.get(name), int)), None):
         raise DataError(f"{where}: {strange} has no count in {INFO_NAMES[0]}; prepare it again")
     samples = tuple(sorted(name for name in left_out if "/" in name))
+    samples_left = sum(name.rpartition("/")[0] in names for name in samples)
+    shards_left = [name for name in expanded(parts[split], where) if name in left_out]
+    samples_left += sum(counts[name] for name in shards_left if isinstance(counts.get(name), int))
+    left = f"{samples_left:,} sample{'s' * (samples_left != 1)}"
+    unread = [("exclude of split.yaml", left)] if samples_left else []
     options: tuple[tuple[str, Any], ...] = (
         ("counts", tuple(counts[name] for name in names)),
         *((("exclude", samples),) if samples else ()),
     )
     if _exists(folder, f"{META}/{DATASET_NAME}"):
-        options += (("fields", _field_map(folder, place)),)
-    return Located("tar", place, names, options)
+        fields, others = _described(folder, place)
+        options += (("fields", fields),)
+        unread += [(f"{key} of {DATASET_NAME}", example_of(value)) for key, value in others]
+    return Located("tar", place, names, options, unread=tuple(unread))
 
 
-def _field_map(folder: Folder, place: str) -> FieldMap:
-    """The `field_map` of dataset.yaml."""
+def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, Any]]]:
+    """The `field_map` of dataset.yaml, and the keys there that nothing reads."""
     path = join(folder.uri, f"{META}/{DATASET_NAME}")
     values = _required(folder, (DATASET_NAME,))
     _only(values, DATASET_KEYS, path)
@@ -166,7 +176,8 @@ def _field_map(folder: Folder, place: str) -> FieldMap:
     if missing := [name for name in _needed(sample_type) if name not in fields]:
         raise ConfigError(f"{path}: the field_map has no {missing[0]}, which {sample_type} needs")
     paths = {str(field): _paths(text) for field, text in fields.items()}
-    return FieldMap(sample_type, tuple(paths.items()))
+    others = [(key, values[key]) for key in values if key in _UNREAD and values[key] is not None]
+    return FieldMap(sample_type, tuple(paths.items())), others
 
 
 def _needed(sample_type: str) -> list[str]:

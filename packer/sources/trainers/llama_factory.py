@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from balance.errors import ConfigError
-from packer.sources.columns import Columns
-from packer.sources.sampling import Sampling
+from isobatch.common.errors import ConfigError
+from isobatch.packer.sources.columns import Columns
+from isobatch.packer.sources.sampling import Sampling
 
 INFO_NAME = "dataset_info.json"
 MOST_BYTES = 16 << 20

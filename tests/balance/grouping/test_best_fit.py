@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping import best_fit as fit
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.isf import group_isf
-from balance.grouping.resources import PackedLoads, Resource
-from balance.types import Limits
+from isobatch.balance.grouping import best_fit as fit
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.grouping.resources import PackedLoads, Resource
+from isobatch.common.types import Limits
 from support.cases import draws
 from support.corpora import WHOLE, lengths
 from support.oracles.fit_oracle import best_by_brute_force, fit_oracle

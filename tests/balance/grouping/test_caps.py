@@ -12,21 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.errors import ConfigError
-from balance.flops import FlopsModel
-from balance.grouping._cap_search import FREE, CapTrial, caps_of, least
-from balance.grouping.activation_memory import ActivationBudget
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.caps import (
+from isobatch.balance.grouping._cap_search import FREE, CapTrial, caps_of, least
+from isobatch.balance.grouping.activation_budget import ActivationBudget
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.caps import (
     TRIAL_ROUNDS,
     GroupOptions,
     choose_limits,
     choose_limits_omnibal,
     over_limits,
 )
-from balance.grouping.isf import group_isf
-from balance.presets import load_model
-from balance.types import Counts
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Counts
+from isobatch.models.flops import FlopsModel
+from isobatch.models.layer_bytes import activation_budget
+from isobatch.models.presets import load_model
 from support.corpora import lengths
 
 COST = FlopsModel.of(load_model("internvl_1_5"))
@@ -54,7 +55,7 @@ def choose(counts, *, context_len=4096, vision_unit="image_patches", flops=None,
         GroupOptions(**options),
         vision_unit=vision_unit,
         context_len=context_len,
-        flops=flops,
+        predictor=flops,
     )
 
 
@@ -343,7 +344,7 @@ def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
 
 def test_prices_come_from_the_models_dimensions_and_are_shared_by_gpus():
     preset = load_model("internvl_1_5")
-    one, four = (ActivationBudget.of(preset, 1e12, gpus=gpus) for gpus in (1, 4))
+    one, four = (activation_budget(preset, 1e12, gpus=gpus) for gpus in (1, 4))
     # a plain layer of equal heads and four times as wide a feed-forward part: 32 bytes per hidden
     # value
     assert one.bytes_per_vision == 32 * preset.vit.hidden_size * preset.vit.num_layers * 1025

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping import even_out as module
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.even_out import even_out, group_balanced
-from balance.metrics import dist_ratio
-from balance.types import Groups, Limits
+from isobatch.balance.grouping import even_out as module
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.even_out import even_out, group_balanced
+from isobatch.balance.metrics import dist_ratio
+from isobatch.common.types import Groups, Limits
 
 
 def limits_of(tokens, vision):

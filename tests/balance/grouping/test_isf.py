@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping.isf import group_isf
-from balance.grouping.resources import Resource
-from balance.types import Limits
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.grouping.resources import Resource
+from isobatch.common.types import Limits
 from support.corpora import lengths
 from support.oracles.isf_oracle import isf_oracle
 

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from balance.grouping.padded import choose_padded_limits, group_padded
-from balance.metrics import padded_loads
-from balance.types import Limits
+from isobatch.balance.grouping.padded import choose_padded_limits, group_padded
+from isobatch.balance.metrics import padded_loads
+from isobatch.common.types import Limits
 
 
 def limits_of(tokens, vision):

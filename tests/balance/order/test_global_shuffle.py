@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.metrics import autocorrelation, dist_ratio, source_entropy
-from balance.order.global_shuffle import (
+from isobatch.balance.metrics import autocorrelation, dist_ratio, source_entropy
+from isobatch.balance.order.global_shuffle import (
     GlobalShuffle,
     assign_ranks,
     cut_sorted,
@@ -17,7 +17,7 @@ from balance.order.global_shuffle import (
     most_alike,
     nearest,
 )
-from balance.types import Groups
+from isobatch.common.types import Groups
 from support.group_loads import KINDS, loads_of
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=12)
@@ -84,7 +84,7 @@ def test_orders_are_the_same_everywhere_and_for_ever():
     """A run may resume on another machine and with another version of NumPy."""
     assert order_of(50, seed=7).take(6).tolist() == [42, 33, 37, 20, 9, 22]
     vision, tokens = packed_loads(400)
-    steps = epoch_steps((vision, tokens), (2, 2), seed=3, most=2)
+    steps = epoch_steps((vision, tokens), (2, 2), seed=3, balance=0.5, most=2)
     assert steps.tolist() == [[[333, 294], [214, 196]], [[377, 152], [172, 183]]]
 
 
@@ -142,7 +142,7 @@ def repeated_over_chance(steps, again, num_groups):
 def test_sources_stay_mixed_and_no_group_waits_for_long():
     num_groups, dp = 16_000, 8
     vision, tokens = packed_loads(num_groups)
-    steps = epoch_steps((vision, tokens), (dp, 1))
+    steps = epoch_steps((vision, tokens), (dp, 1), balance=0.5)
     groups = Groups(steps.ravel(), np.arange(num_groups + 1))
     sources = np.random.default_rng(0).integers(0, 4, num_groups)
     assert source_entropy(groups, sources, dp) > 0.99

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.even_out import group_balanced
-from balance.grouping.isf import group_isf
-from balance.metrics import dist_ratio
-from balance.order import regroup as module
-from balance.order.regroup import regroup, window_borders
-from balance.types import Groups, Limits
+from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.even_out import group_balanced
+from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.metrics import dist_ratio
+from isobatch.balance.order import regroup as module
+from isobatch.balance.order.regroup import regroup, window_borders
+from isobatch.common.types import Groups, Limits
 from support.oracles.regroup_oracle import regroup_oracle
 from support.sample_pairs import repeated_pairs
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.metrics import longest
-from balance.steps.post_balancing import (
+from isobatch.balance.metrics import longest
+from isobatch.balance.steps.post_balancing import (
     EXACT_MEAN,
     as_batches,
     balance_conv,
@@ -17,7 +17,7 @@ from balance.steps.post_balancing import (
     balance_squares,
     balance_sums,
 )
-from balance.types import IntArray
+from isobatch.common.types import IntArray
 from support.oracles import post_balancing_oracle as oracle
 
 

@@ -12,8 +12,8 @@ from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.metrics import autocorrelation, dist_ratio, source_entropy
-from balance.types import Groups
+from isobatch.balance.metrics import autocorrelation, dist_ratio, source_entropy
+from isobatch.common.types import Groups
 from support.group_loads import KINDS, loads_of
 from support.sample_pairs import repeated_pairs
 

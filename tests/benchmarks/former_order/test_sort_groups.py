@@ -17,8 +17,8 @@ from former_order.sort_groups import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.rng import random_bits
-from balance.types import Groups
+from isobatch.balance.rng import random_bits
+from isobatch.common.types import Groups
 from support.cases import draws
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))

@@ -6,9 +6,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from engine.charts.gantt import CHART_PX, ZOOMS, GanttStep, gantt_page, path_parts, write_gantt
-from engine.simulator.schedule import SCHEDULES, PassKind
-from engine.simulator.simulate import transfers
+from isobatch.engine.charts.gantt import (
+    CHART_PX,
+    ZOOMS,
+    GanttStep,
+    gantt_page,
+    path_parts,
+    write_gantt,
+)
+from isobatch.engine.simulator.schedule import SCHEDULES, PassKind
+from isobatch.engine.simulator.simulate import transfers
 from support.costs.chart_steps import chart_step
 
 GIB = 2**30

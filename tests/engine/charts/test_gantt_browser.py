@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
-from engine.charts.gantt import write_gantt
+from isobatch.engine.charts.gantt import write_gantt
 from support.browser import find_browser, open_browser
 from support.costs.chart_steps import chart_step
 

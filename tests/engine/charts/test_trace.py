@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engine.charts.trace import GIB, make_trace, write_trace
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.simulator.schedule import SCHEDULES
-from engine.simulator.simulate import critical_path
+from isobatch.engine.charts.trace import GIB, make_trace, write_trace
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.schedule import SCHEDULES
+from isobatch.engine.simulator.simulate import critical_path
 from support.costs.random_steps import random_costs
 
 

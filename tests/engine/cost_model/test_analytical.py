@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from balance.flops import ComputeLoad, FlopsModel
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.operations import Attention, MatMul
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.training_mode import TrainingMode
-from engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.operations import Attention, MatMul
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.models.flops import ComputeLoad, FlopsModel
+from isobatch.models.presets import load_model
 from support.cases import for_each
 
 INTERNVL, A100 = load_model("internvl_1_5"), load_cluster("a100_80g")

@@ -15,15 +15,15 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from balance.media.audio_tokens import plan_audio
-from balance.model_folder.find_model import find_model
-from balance.presets import ModelPreset, load_model
-from balance.types import COUNT_COLUMNS, Counts
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import sample_loads
-from engine.cost_model.operations import Attention, MatMul
-from engine.cost_model.parallel import Parallelism
-from engine.runtime.batch_loads import batch_loads
+from isobatch.common.types import COUNT_COLUMNS, Counts
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.loads import sample_loads
+from isobatch.engine.cost_model.operations import Attention, MatMul
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.models.audio_tokens import plan_audio
+from isobatch.models.folder.find_model import find_model
+from isobatch.models.presets import ModelPreset, load_model
 from support.models.family_models import FAMILIES, make_family_batch, make_family_model
 from support.models.saved_folders import make_config, save_folder
 

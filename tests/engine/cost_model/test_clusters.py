@@ -4,10 +4,10 @@ find their link.
 
 import pytest
 
-from balance.config import preset_names
-from balance.errors import ConfigError
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.parallel import Parallelism
+from isobatch.common.config import preset_names
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.parallel import Parallelism
 from support.cases import for_each
 
 PROMISED = ["a100_80g", "a100_80g_4gpu", "a100_80g_half_network", "gh200", "h100", "h200"]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.cost_model.costs import Costs, frozen_costs
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.costs import Costs, frozen_costs
 
 LAYERS, COUNT = 5, 3
 TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")

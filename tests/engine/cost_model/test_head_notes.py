@@ -2,9 +2,9 @@
 
 import pytest
 
-from balance.errors import ConfigError
-from balance.presets import load_model
-from engine.cost_model.parallel import head_notes
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.parallel import head_notes
+from isobatch.models.presets import load_model
 
 INTERNVL, QWEN = load_model("internvl_1_5"), load_model("qwen2_vl")
 

@@ -4,12 +4,12 @@ stated.
 
 import pytest
 
-from balance.config import preset_names
-from balance.errors import ConfigError
-from balance.presets import load_model, model_from_dict, model_to_dict
-from engine.cost_model.layer_list import layers_of, phases_of
-from engine.cost_model.operations import MatMul
-from engine.cost_model.parallel import Parallelism
+from isobatch.common.config import preset_names
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.layer_list import layers_of, phases_of
+from isobatch.engine.cost_model.operations import MatMul
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.models.presets import load_model, model_from_dict, model_to_dict
 from support.cases import for_each
 
 ONE, TWO = Parallelism(), Parallelism(tp=2)

@@ -4,9 +4,9 @@ them.
 
 import pytest
 
-from balance.presets import load_model
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.models.presets import load_model
 from support.cases import for_each
 
 BILLIONS = {

@@ -9,15 +9,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.costs import MEMORY
-from engine.cost_model.layer_list import phases_of
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.costs import MEMORY
+from isobatch.engine.cost_model.layer_list import phases_of
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.profile_table import (
     COLUMNS,
     make_profile,
     misfit,
@@ -28,6 +27,7 @@ from engine.cost_model.profile_table import (
     read_profile,
     write_profile,
 )
+from isobatch.models.presets import load_model
 
 A100, PARALLEL = load_cluster("a100_80g"), Parallelism(tp=2, pp=4, dp=4)
 TOLERANCE = 0.06

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.training_mode import TrainingMode
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.presets import load_model
 from support.cases import for_each
 
 

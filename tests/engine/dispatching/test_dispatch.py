@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from papers.dispatch_times import TokenBytes, phase_cost, phase_times, phase_volumes, step_times
 
-from balance.errors import ConfigError
-from balance.steps.all_to_all import from_assignment
-from engine.cost_model.clusters import Link
-from engine.cost_model.loads import PhaseLoads
-from engine.dispatching.dispatch import PHASES, DispatchOptions, Examples, plan_dispatch
+from isobatch.balance.steps.all_to_all import from_assignment
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.clusters import Link
+from isobatch.engine.cost_model.loads import PhaseLoads
+from isobatch.engine.dispatching.dispatch import PHASES, DispatchOptions, Examples, plan_dispatch
 from support.cases import for_each
 from support.costs.linear_costs import LinearModel
 from support.costs.random_examples import random_counts, uneven_offsets

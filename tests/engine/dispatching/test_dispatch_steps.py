@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
-from engine.dispatching.dispatch import DispatchedSteps, DispatchOptions
+from isobatch.balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
+from isobatch.engine.dispatching.dispatch import DispatchedSteps, DispatchOptions
 from support.cases import for_each
 from support.costs.random_examples import random_counts, uneven_offsets
 

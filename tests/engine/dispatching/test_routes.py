@@ -5,11 +5,11 @@ micro-batch is.
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from balance.steps.step_planner import StepAssignment, StepRequest
-from balance.types import Groups
-from engine.dispatching.dispatch import DispatchedSteps
-from engine.dispatching.routes import feature_moves
+from isobatch.balance.steps.step_planner import StepAssignment, StepRequest
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Groups
+from isobatch.engine.dispatching.dispatch import DispatchedSteps
+from isobatch.engine.dispatching.routes import feature_moves
 from support.cases import for_each
 from support.costs.random_examples import random_counts, uneven_offsets
 from support.costs.step_routes import step_routes

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, in_flight
-from engine.planning.recompute import InfeasiblePlan, choose_recompute
-from engine.simulator.evaluate import memory_of, schedule_for
-from engine.simulator.stages import stage_costs
+from isobatch.common.errors import ConfigError
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, in_flight
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
+from isobatch.engine.simulator.evaluate import memory_of, schedule_for
+from isobatch.engine.simulator.stages import stage_costs
 from support.cases import for_each
 from support.costs.random_costs import vlm
 

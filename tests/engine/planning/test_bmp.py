@@ -5,20 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.cost_model.costs import NS_PER_MS
-from engine.planning.bmp import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.costs import NS_PER_MS
+from isobatch.engine.planning.bmp import (
     candidate,
     greedy_anchor,
     rank_candidates,
     search_bmp,
     search_bmp_within,
 )
-from engine.planning.partition import by_step_time
-from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step
-from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.simulator.schedule import make_schedule
+from isobatch.engine.planning.partition import by_step_time
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.schedule import make_schedule
 from support.cases import for_each
 from support.costs.random_costs import peak, random_model, vlm
 

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from balance.errors import ConfigError, DataError
-from balance.types import Groups
-from engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
-from engine.planning.build_steps import padded, read_build
-from loaders.plan.epoch_groups import StoredGroups
-from loaders.plan.steps import StepConfig, Steps
-from loaders.read.build import open_builds
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import Groups
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
+from isobatch.engine.planning.build_steps import padded, read_build
+from isobatch.loaders.plan.epoch_groups import StoredGroups
+from isobatch.loaders.plan.steps import StepConfig, Steps
+from isobatch.loaders.read.build import open_builds
 
 
 def tokens_of(loads):

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.planning.partition import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.planning.partition import (
     METHODS,
     by_forward_time,
     by_layers,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError, DataError
-from engine.cost_model.training_mode import TrainingMode
-from engine.planning import planner
-from engine.planning.plan import plan_from_json, read_plan, write_plan
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.planning import planner
+from isobatch.engine.planning.plan import plan_from_json, read_plan, write_plan
 from support import ROOT
 from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads

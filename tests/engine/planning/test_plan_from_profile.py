@@ -5,18 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.layer_list import phases_of
-from engine.cost_model.loads import largest_micro_batch
-from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import COLUMNS, make_profile, measured_costs, profiled_costs
-from engine.planning.bmp import greedy_anchor
-from engine.planning.plan import read_plan, write_plan
-from engine.planning.planner import plan_from_profile
-from engine.simulator.evaluate import evaluate
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.analytical import layer_costs
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.layer_list import phases_of
+from isobatch.engine.cost_model.loads import largest_micro_batch
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.profile_table import (
+    COLUMNS,
+    make_profile,
+    measured_costs,
+    profiled_costs,
+)
+from isobatch.engine.planning.bmp import greedy_anchor
+from isobatch.engine.planning.plan import read_plan, write_plan
+from isobatch.engine.planning.planner import plan_from_profile
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.models.presets import load_model
 from support.costs.plan_questions import plan_request, uneven_loads
 
 PARALLEL = Parallelism(tp=4, pp=4, dp=2)

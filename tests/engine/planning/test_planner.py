@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from balance.errors import ConfigError
-from engine.cost_model.costs import MEMORY
-from engine.cost_model.parallel import Training, reduction_ns
-from engine.plan_report import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.costs import MEMORY
+from isobatch.engine.cost_model.parallel import Training, reduction_ns
+from isobatch.engine.plan_report import (
     comparison,
     gain_text,
     layers_text,
@@ -22,14 +22,14 @@ from engine.plan_report import (
     stage_rows,
     time_shares,
 )
-from engine.planning import planner
-from engine.planning.partition import METHODS, by_layers, by_params
-from engine.planning.plan import plan_from_json
-from engine.planning.planner import simulate_run, tensor_parallel_ns
-from engine.planning.recompute import InfeasiblePlan, choose_recompute
-from engine.planning.search.branch_and_bound import search_exact
-from engine.planning.search.limits import SearchLimits
-from engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.planning import planner
+from isobatch.engine.planning.partition import METHODS, by_layers, by_params
+from isobatch.engine.planning.plan import plan_from_json
+from isobatch.engine.planning.planner import simulate_run, tensor_parallel_ns
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
+from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.limits import SearchLimits
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
 

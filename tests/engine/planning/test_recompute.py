@@ -5,15 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from engine.planning.rank_memory import layer_memory, minimal_choices, peak_bytes, rank_order
-from engine.planning.recompute import (
+from isobatch.engine.planning.rank_memory import (
+    layer_memory,
+    minimal_choices,
+    peak_bytes,
+    rank_order,
+)
+from isobatch.engine.planning.recompute import (
     InfeasiblePlan,
     RecomputeChooser,
     choose_recompute,
     fitted_step,
 )
-from engine.simulator.evaluate import memory_of, schedule_for
-from engine.simulator.stages import stage_costs
+from isobatch.engine.simulator.evaluate import memory_of, schedule_for
+from isobatch.engine.simulator.stages import stage_costs
 from support.cases import draws, for_each
 from support.costs.random_costs import SHAPES, random_model, vlm
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from balance.errors import ConfigError
-from balance.presets import load_model
-from balance.types import Counts, Groups
-from engine.cost_model.loads import packed_loads, sample_loads
-from engine.runtime.batch_loads import batch_loads
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Counts, Groups
+from isobatch.engine.cost_model.loads import packed_loads, sample_loads
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.models.presets import load_model
 
 PHASES, QUANTITIES = ("vision", "audio", "llm"), ("tokens", "squares", "items")
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models.toy_model import freeze, make_batch, make_model
 from support.ranks import run_ranks
 

@@ -4,7 +4,7 @@ and length.
 
 import pytest
 
-from engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.cost_model.training_mode import TrainingMode
 from support.rank_programs.rank_cases import Case, run_cases
 
 BF16, BF16_SHARDED = TrainingMode(zero_stage=0), TrainingMode()

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.cost_model.profile_table import profile_from_dict
-from engine.cost_model.training_mode import TrainingMode
-from engine.planning.planner import plan_from_profile
+from isobatch.engine.cost_model.profile_table import profile_from_dict
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.planning.planner import plan_from_profile
 from support.rank_programs.rank_memory import (
     BORDERS,
     PP,

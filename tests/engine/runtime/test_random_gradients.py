@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.cost_model.training_mode import TrainingMode
-from engine.simulator.schedule import SCHEDULES
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.simulator.schedule import SCHEDULES
 from support.rank_programs.rank_cases import Case, run_cases
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "10"))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.simulator.measured_timeline import measured_timeline
-from engine.simulator.program import make_program
-from engine.simulator.schedule import make_schedule
-from engine.simulator.simulate import critical_path, simulate, transfers
+from isobatch.engine.simulator.measured_timeline import measured_timeline
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import make_schedule
+from isobatch.engine.simulator.simulate import critical_path, simulate, transfers
 from support.cases import for_each
 from support.costs.random_steps import random_stages
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.simulator.evaluate import memory_of
-from engine.simulator.schedule import SCHEDULES, make_schedule, one_f_one_b
-from engine.simulator.stages import stage_costs
+from isobatch.engine.simulator.evaluate import memory_of
+from isobatch.engine.simulator.schedule import SCHEDULES, make_schedule, one_f_one_b
+from isobatch.engine.simulator.stages import stage_costs
 from support.cases import for_each
 from support.costs.random_steps import NAMES, permuted, random_costs
 from support.oracles.simulation_oracle import RankMemory

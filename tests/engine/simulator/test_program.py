@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.simulator.program import make_program
-from engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import one_f_one_b
 from support.cases import draws, for_each
 from support.costs.random_steps import (
     NAMES,

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from balance.errors import ConfigError
-from engine.simulator.schedule import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.simulator.schedule import (
     SCHEDULES,
     Action,
     PassKind,

@@ -5,8 +5,8 @@ by hand.
 import numpy as np
 import pytest
 
-from engine.simulator.program import make_program
-from engine.simulator.schedule import (
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.schedule import (
     Action,
     PassKind,
     Schedule,
@@ -16,7 +16,7 @@ from engine.simulator.schedule import (
     one_f_one_b,
     zero_bubble,
 )
-from engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
+from isobatch.engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
 from support.cases import draws, for_each
 from support.costs.random_steps import (
     LETTERS,

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.simulator.stages import stage_costs
+from isobatch.common.errors import ConfigError
+from isobatch.engine.simulator.stages import stage_costs
 from support.cases import for_each
 from support.costs.random_steps import random_costs
 

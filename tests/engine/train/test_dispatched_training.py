@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import loaders.batch.collate
-from balance.errors import ConfigError
-from balance.metrics import dist_ratio
-from balance.steps.step_planner import ENCODERS
-from engine.dispatching.dispatch import PHASES
-from engine.runtime.errors import PeerLost
-from loaders import StreamingLoader
+import isobatch.loaders.batch.collate
+from isobatch.balance.metrics import dist_ratio
+from isobatch.balance.steps.step_planner import ENCODERS
+from isobatch.common.errors import ConfigError
+from isobatch.engine.dispatching.dispatch import PHASES
+from isobatch.engine.runtime.errors import PeerLost
+from isobatch.loaders import StreamingLoader
 from support.builds.audio_build import KINDS, PER_KIND, build_heard
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.models.tiny_three_modalities import make_three_modalities
@@ -269,7 +269,10 @@ class _Decoding:
 
     def __enter__(self):
         self.files = {name: [] for name in ENCODERS}
-        self._real = loaders.batch._vision.decode_pixels, loaders.batch.collate.decode_audio
+        self._real = (
+            isobatch.loaders.batch._vision.decode_pixels,
+            isobatch.loaders.batch.collate.decode_audio,
+        )
         pixels, audio = self._real
 
         def decode_pixels(content, **options):
@@ -280,9 +283,12 @@ class _Decoding:
             self.files["audio"].append(hashlib.sha256(content).hexdigest())
             return audio(rule, content, counted)
 
-        loaders.batch._vision.decode_pixels = decode_pixels
-        loaders.batch.collate.decode_audio = decode_audio
+        isobatch.loaders.batch._vision.decode_pixels = decode_pixels
+        isobatch.loaders.batch.collate.decode_audio = decode_audio
         return self
 
     def __exit__(self, *_):
-        loaders.batch._vision.decode_pixels, loaders.batch.collate.decode_audio = self._real
+        (
+            isobatch.loaders.batch._vision.decode_pixels,
+            isobatch.loaders.batch.collate.decode_audio,
+        ) = self._real

@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
-from balance.errors import ConfigError
-from engine.cost_model.profile_table import profiled_costs, read_profile
-from engine.planning.plan import read_plan
-from engine.train.measure import MOST_STEPS, first_of_all_phases
-from loaders import StreamingLoader
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.profile_table import profiled_costs, read_profile
+from isobatch.engine.planning.plan import read_plan
+from isobatch.engine.train.measure import MOST_STEPS, first_of_all_phases
+from isobatch.loaders import StreamingLoader
 from support.builds.sample_tables import text_samples
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import launch

@@ -12,16 +12,16 @@ import torch
 pytest.importorskip("transformers")
 
 
-from balance.errors import ConfigError
-from engine.cost_model.profile_table import read_profile
-from engine.planning.adaptive_recompute import OutOfMemory
-from engine.planning.plan import read_plan
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.profiling.recompute_trials import StepObserver
-from engine.train.layout import apply_plan
-from engine.train.models._transformers_files import make_config
-from engine.train.models.open_model import open_model
-from loaders import StreamingLoader
+from isobatch.common.errors import ConfigError
+from isobatch.engine.cost_model.profile_table import read_profile
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
+from isobatch.engine.planning.plan import read_plan
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.profiling.recompute_trials import StepObserver
+from isobatch.engine.train.layout import apply_plan
+from isobatch.engine.train.models._transformers_files import make_config
+from isobatch.engine.train.models.open_model import open_model
+from isobatch.loaders import StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import launch, run_ranks

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from engine.runtime.checkpoints.training_state import Progress, newest_state, save_state
-from engine.runtime.errors import IsobatchError
+from isobatch.engine.runtime.checkpoints.training_state import Progress, newest_state, save_state
+from isobatch.engine.runtime.errors import IsobatchError
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.models.toy_model import make_model

@@ -13,13 +13,13 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from balance.errors import ConfigError, DataError
-from balance.media.rules.anyres import AnyresRule
-from balance.media.rules.fixed import FixedRule
-from balance.presets import load_model
-from engine.train.models._transformers_files import make_config, read_model, write_model
-from engine.train.models.open_model import open_model
-from loaders import StreamingLoader
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.train.models._transformers_files import make_config, read_model, write_model
+from isobatch.engine.train.models.open_model import open_model
+from isobatch.loaders import StreamingLoader
+from isobatch.models.image_rules.anyres import AnyresRule
+from isobatch.models.image_rules.fixed import FixedRule
+from isobatch.models.presets import load_model
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.models.family_models import FAMILIES, IMAGE, PINPOINTS, SIDE, VOCAB
 

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
-from engine.train import shutdown
+from isobatch.engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
+from isobatch.engine.train import shutdown
 from support import ROOT
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

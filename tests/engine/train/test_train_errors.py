@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-import engine.cli
-from engine.cost_model.training_mode import TrainingMode
-from engine.train.config import TrainConfig
+import isobatch.engine.cli
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.train.config import TrainConfig
 from support.builds.audio_build import build_heard
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
@@ -158,7 +158,7 @@ def test_the_help_says_what_is_assumed_without_a_plan_and_for_one(capsys, monkey
     mode = TrainConfig(build="build").training_mode()
     assert (mode.precision, mode.gradients, mode.zero_stage) == ("fp32", "fp32", 0)
     monkeypatch.setattr("sys.argv", ["engine", "plan", "--help"])
-    engine.cli.main()
+    isobatch.engine.cli.main()
     said = " ".join(capsys.readouterr().out.split())
     assert "AdamW with float32 moments; float32 gradients" in said
     assert "optimizer state shared out over replicas" in said

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tiny_vlm import accumulate, endless, make_model, per_label, token_losses
 
-from engine.cost_model.analytical import layer_names
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.parallel import Parallelism
-from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
-from engine.train.models.open_model import open_model
-from engine.train.models.tiny_vlm import num_tiles
-from loaders import StreamingLoader
+from isobatch.engine.cost_model.analytical import layer_names
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
+from isobatch.engine.train.models.open_model import open_model
+from isobatch.engine.train.models.tiny_vlm import num_tiles
+from isobatch.loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import kill_once, launch, start
 from support.trainers.engine_train import main

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.simulator.schedule import PassKind
+from isobatch.engine.simulator.schedule import PassKind
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.rank_programs.tuned_ranks import Epoch, run_all, run_epochs, stated_profile

@@ -5,11 +5,11 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from engine.simulator.schedule import make_schedule
-from engine.simulator.stages import stage_costs
-from engine.tuning._order_search import lower_bound, search_clusters, search_swaps
-from engine.tuning.order_times import NEVER, order_problem, times_of_orders
-from engine.tuning.precompute import frozen_encoder, where_to_encode
+from isobatch.engine.simulator.schedule import make_schedule
+from isobatch.engine.simulator.stages import stage_costs
+from isobatch.engine.tuning._order_search import lower_bound, search_clusters, search_swaps
+from isobatch.engine.tuning.order_times import NEVER, order_problem, times_of_orders
+from isobatch.engine.tuning.precompute import frozen_encoder, where_to_encode
 from support.cases import for_each
 from support.costs.linear_costs import LinearModel, even_borders, mixed_samples
 from support.costs.random_steps import random_stages

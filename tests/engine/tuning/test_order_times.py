@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from engine.simulator.evaluate import memory_of
-from engine.simulator.program import make_program
-from engine.simulator.simulate import simulate
-from engine.tuning.order_times import NEVER, EncodeAhead, order_problem, times_of_orders
+from isobatch.engine.simulator.evaluate import memory_of
+from isobatch.engine.simulator.program import make_program
+from isobatch.engine.simulator.simulate import simulate
+from isobatch.engine.tuning.order_times import NEVER, EncodeAhead, order_problem, times_of_orders
 from support.cases import for_each
 from support.costs.random_steps import random_schedule, random_stages
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tuning.pack import (
+from isobatch.engine.tuning.pack import (
     balanced_packings,
     lengths_to_try,
     marginal_costs,

@@ -8,14 +8,25 @@ from itertools import product
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.simulator.evaluate import memory_of
-from engine.simulator.program import Encodings, make_program
-from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule, one_f_one_b
-from engine.simulator.simulate import simulate, transfers
-from engine.simulator.stages import stage_costs
-from engine.tuning.order_times import EncodeAhead, nothing_ahead, order_problem, times_of_orders
-from engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
+from isobatch.common.errors import ConfigError
+from isobatch.engine.simulator.evaluate import memory_of
+from isobatch.engine.simulator.program import Encodings, make_program
+from isobatch.engine.simulator.schedule import (
+    Action,
+    PassKind,
+    Schedule,
+    make_schedule,
+    one_f_one_b,
+)
+from isobatch.engine.simulator.simulate import simulate, transfers
+from isobatch.engine.simulator.stages import stage_costs
+from isobatch.engine.tuning.order_times import (
+    EncodeAhead,
+    nothing_ahead,
+    order_problem,
+    times_of_orders,
+)
+from isobatch.engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
 from support.cases import draws, for_each
 from support.costs.linear_costs import LinearModel, even_borders, mixed_samples
 from support.costs.random_steps import constant_stages, random_stages

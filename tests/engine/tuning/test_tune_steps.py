@@ -6,11 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
-from balance.types import Counts
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import PartitionedModel, TuneOptions
+from isobatch.balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
+from isobatch.common.types import Counts
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.tuning.step_planner import TunedSteps
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions
 from support.cases import for_each
 from support.costs.linear_costs import LinearModel, even_borders
 

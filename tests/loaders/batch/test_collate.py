@@ -15,16 +15,16 @@ import soundfile
 import torch
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from balance.media.audio_tokens import plan_audio
-from balance.presets import load_model
-from loaders.batch.collate import collate
-from loaders.batch.micro_batch import MicroBatch
-from loaders.config import LoaderConfig
-from loaders.decode.image import decode
-from loaders.decode.log_mel import log_mel_frames, log_mel_windows
-from loaders.plan.step_plan import StepTotals
-from shards.stored_group import EMPTY_GROUP, StoredGroup
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.decode.image import decode
+from isobatch.loaders.decode.log_mel import log_mel_frames, log_mel_windows
+from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.models.audio_tokens import plan_audio
+from isobatch.models.presets import load_model
+from isobatch.shards.stored_group import EMPTY_GROUP, StoredGroup
 from support.loading.extract_patches import extract_patches
 
 MODEL = load_model("tiny_audio")

@@ -1,17 +1,14 @@
 """MicroBatch and its labels, and what the package promises to export."""
 
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import loaders
-from loaders import StreamingLoader, shift_labels
+from isobatch.loaders import StreamingLoader, shift_labels
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 ROOT = Path(loaders.__file__).parent.parent
@@ -45,18 +42,3 @@ def test_exported_names():
     assert loaders.__all__ == sorted(loaders.__all__)
     assert {"MicroBatch", "StreamingLoader", "normalize", "shift_labels"} < set(loaders.__all__)
     assert all(hasattr(loaders, name) for name in loaders.__all__)
-
-
-@pytest.mark.parametrize("shadow", ["balance.py", "balance/__init__.py"])
-def test_a_balance_module_of_the_users_own_gives_a_clear_error(tmp_path, shadow):
-    path = tmp_path / shadow
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import loaders"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: `import balance` finds")
-    assert shadow in last
-    assert "rename yours" in last

@@ -14,22 +14,22 @@ import pytest
 import torch
 from PIL import Image
 
-from balance.errors import ConfigError
-from balance.media.image_tokens import plan_image
-from balance.media.rules.anyres import AnyresRule
-from balance.media.rules.budget import BudgetRule
-from balance.media.rules.fixed import FixedRule
-from balance.media.rules.native import NativeRule
-from balance.media.rules.pixtral import PixtralRule
-from balance.media.rules.slices import SlicesRule
-from balance.media.rules.splits import SplitsRule
-from loaders.batch.collate import collate
-from loaders.batch.model_inputs import inputs as inputs_module
-from loaders.batch.model_inputs._registry import FAMILIES as KNOWN
-from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.config import LoaderConfig
-from loaders.plan.step_plan import StepTotals
-from shards.stored_group import StoredGroup
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.model_inputs import inputs as inputs_module
+from isobatch.loaders.batch.model_inputs._registry import FAMILIES as KNOWN
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.models.image_rules.anyres import AnyresRule
+from isobatch.models.image_rules.budget import BudgetRule
+from isobatch.models.image_rules.fixed import FixedRule
+from isobatch.models.image_rules.native import NativeRule
+from isobatch.models.image_rules.pixtral import PixtralRule
+from isobatch.models.image_rules.slices import SlicesRule
+from isobatch.models.image_rules.splits import SplitsRule
+from isobatch.models.image_tokens import plan_image
+from isobatch.shards.stored_group import StoredGroup
 
 transformers = pytest.importorskip("transformers")
 from support.cases import record  # noqa: E402

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 
 pytest.importorskip("transformers")
 from support.models.family_models import (

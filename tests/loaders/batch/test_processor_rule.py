@@ -16,21 +16,21 @@ import torch
 import transformers
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from balance.media import hf_processor
-from balance.media.hf_processor import open_processor
-from balance.media.image_tokens import plan_image
-from balance.model_folder.find_model import READERS, find_model
-from balance.presets import model_from_dict, model_to_dict
-from loaders import StreamingLoader
-from loaders.batch.collate import collate
-from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.config import LoaderConfig
-from loaders.plan.step_plan import StepTotals
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
-from shards.stored_group import StoredGroup
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.models import hf_processor
+from isobatch.models.folder.find_model import READERS, find_model
+from isobatch.models.hf_processor import open_processor
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import model_from_dict, model_to_dict
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.shards.stored_group import StoredGroup
 from support import ROOT
 from support.builds.packed import quiet, read_samples
 from support.builds.raw_data import record, write_dataset, write_image

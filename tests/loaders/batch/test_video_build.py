@@ -14,16 +14,16 @@ import torch
 from PIL import Image
 from transformers.models.smolvlm import processing_smolvlm
 
-from balance.errors import DataError
-from balance.media.video_rules._number_words import number_words
-from balance.media.video_tokens import VideoFacts, plan_video
-from balance.model_folder.find_model import find_model
-from balance.presets import MediaMarkup
-from loaders import StreamingLoader
-from loaders.batch.model_inputs.inputs import model_inputs
-from packer.build import Builder
-from packer.config import BuildConfig
-from shards.manifest import read_manifest
+from isobatch.common.errors import DataError
+from isobatch.loaders import BalancedLoader, StreamingLoader
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.models.folder.find_model import find_model
+from isobatch.models.presets import MediaMarkup
+from isobatch.models.video_rules._number_words import number_words
+from isobatch.models.video_tokens import VideoFacts, plan_video
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.shards.manifest import read_manifest
 from support.builds.packed import quiet
 from support.cases import for_each
 from support.models.saved_folders import make_processor
@@ -128,6 +128,25 @@ def _compare(name: str, place: Path, dataset: Path, clips: dict[str, Clip]) -> N
                         assert (own - pieces[each]).abs().max() <= 1e-6, each
             _check_inputs(name, batch, out)
     assert seen == set(records)
+
+
+def test_what_is_made_in_advance_is_not_more_than_is_counted(tmp_path: Path, dataset: Path) -> None:
+    folder, out = save_video_folder("qwen3_vl", tmp_path, {}), tmp_path / "out"
+    build(dataset, out, folder)
+    rows = json.loads((dataset / "annotations.json").read_text())
+    options = {"max_tokens": 200_000, "max_vision": 10**6, "data_root": str(dataset)}
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        loaders = (
+            StreamingLoader(out, pixel_dtype=dtype),
+            BalancedLoader(rows, model=folder, pixel_dtype=dtype, **options),  # type: ignore[arg-type]
+        )
+        for loader in loaders:
+            (plan,) = loader._steps.plan(1)
+            task = loader._builder.task(plan, 0)
+            batches = [part() for part in task.parts]
+            num_bytes = sum(batch.pixel_values.nbytes for batch in batches)
+            assert num_bytes < task.num_bytes < 1.05 * num_bytes, dtype
+            loader.close()
 
 
 def _rows_of_media(batch: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from support.cases import for_each
 
 pytest.importorskip("transformers")

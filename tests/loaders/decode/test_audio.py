@@ -13,9 +13,9 @@ import pytest
 import soundfile
 from scipy.signal import resample_poly
 
-from balance.errors import DataError
-from balance.media.audio_tokens import AudioRule
-from loaders.decode.audio import decode_audio
+from isobatch.common.errors import DataError
+from isobatch.loaders.decode.audio import decode_audio
+from isobatch.models.audio_tokens import AudioRule
 from support.cases import for_each
 
 RULE = AudioRule(downsample=2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from loaders.decode._buffer_pool import LEAST_BYTES, BufferPool
+from isobatch.loaders.decode._buffer_pool import LEAST_BYTES, BufferPool
 
 SIZE = 4 * LEAST_BYTES
 

@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from balance.errors import DataError
-from balance.media import decoder_faults
-from balance.media.audio_tokens import AudioRule
-from balance.media.decoder_faults import fault_of
-from balance.media.quiet_sounds import quiet_sounds
-from balance.presets import load_model
-from loaders.decode.audio import decode_audio
-from loaders.decode.image import decode, decode_pixels
-from loaders.decode.video import decode_frames
-from packer.inspect._thumbnails import make_thumbnail
-from packer.media.audio_header import read_audio_header
-from packer.media.image_header import check_png, read_header
-from packer.media.video_header import read_video_header
-from packer.records.media import SampleProblem
-from packer.records.record import REASONS
+from isobatch.common.errors import DataError
+from isobatch.counting.headers.audio_header import read_audio_header
+from isobatch.counting.headers.image_header import check_png, read_header
+from isobatch.counting.headers.video_header import read_video_header
+from isobatch.counting.records.media import SampleProblem
+from isobatch.counting.records.record import REASONS
+from isobatch.loaders.decode.audio import decode_audio
+from isobatch.loaders.decode.image import decode, decode_pixels
+from isobatch.loaders.decode.video import decode_frames
+from isobatch.media import decoder_faults
+from isobatch.media.decoder_faults import fault_of
+from isobatch.media.quiet_sounds import quiet_sounds
+from isobatch.models.audio_tokens import AudioRule
+from isobatch.models.presets import load_model
+from isobatch.packer.inspect._thumbnails import make_thumbnail
 from support.clips import CODECS, make_clip
 from support.oracles.reference_processors import random_image
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from balance.media.image_tokens import ImageRejected, plan_image
-from loaders.decode.pixels import normalize, resized_image
-from loaders.decode.resize import LEVELS
+from isobatch.loaders.decode.pixels import normalize, resized_image
+from isobatch.loaders.decode.resize import LEVELS
+from isobatch.models.image_tokens import ImageRejected, plan_image
 from support.cases import for_each, record
 from support.loading.extract_patches import extract_patches
 from support.oracles.family_processors import Rows, families

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from balance.errors import DataError
-from loaders.decode import image as decoding
-from loaders.decode.image import decode, decode_pixels
+from isobatch.common.errors import DataError
+from isobatch.loaders.decode import image as decoding
+from isobatch.loaders.decode.image import decode, decode_pixels
 from support.oracles.reference_processors import random_image
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from balance.errors import DataError
-from balance.media.jpeg import plain_jpeg_size
-from loaders.decode.image import decode, decode_pixels
+from isobatch.common.errors import DataError
+from isobatch.loaders.decode.image import decode, decode_pixels
+from isobatch.media.jpeg import plain_jpeg_size
 from support.cases import for_each
 from support.oracles.reference_processors import random_image
 
@@ -57,7 +57,7 @@ def test_all_others_are_left_to_pillow(content: bytes) -> None:
 
 
 def test_pillow_is_not_asked_about_stored_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaders.decode.image._upright_size", None)
+    monkeypatch.setattr("isobatch.loaders.decode.image._upright_size", None)
     expected = np.asarray(decode(encoded()))
     for content in (
         encoded(),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
-from balance.media.audio_tokens import AudioRule, plan_audio
-from loaders.decode.log_mel import log_mel_frames, log_mel_windows, mel_filters
+from isobatch.loaders.decode.log_mel import log_mel_frames, log_mel_windows, mel_filters
+from isobatch.models.audio_tokens import AudioRule, plan_audio
 
 RULE = AudioRule(downsample=2)
 WINDOW = RULE.window_frames * RULE.hop_length

@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
 
-from balance.config import preset_names
-from balance.errors import DataError
-from balance.media.image_tokens import ImageRejected, plan_image
-from balance.media.rules import AnyresRule, NativeRule, NativeSizeRule
-from balance.presets import load_model
-from loaders.decode._patchify import patchify_planes
-from loaders.decode.image import decode
-from loaders.decode.pixels import (
+from isobatch.common.config import preset_names
+from isobatch.common.errors import DataError
+from isobatch.loaders.decode._patchify import patchify_planes
+from isobatch.loaders.decode.image import decode
+from isobatch.loaders.decode.pixels import (
     _normalize_on_device,
     normalize,
     patch_memory,
@@ -27,7 +24,10 @@ from loaders.decode.pixels import (
     resized_image,
     write_patches,
 )
-from loaders.decode.resize import LEVELS
+from isobatch.loaders.decode.resize import LEVELS
+from isobatch.models.image_rules import AnyresRule, NativeRule, NativeSizeRule
+from isobatch.models.image_tokens import ImageRejected, plan_image
+from isobatch.models.presets import load_model
 from support.cases import for_each
 from support.loading.extract_patches import extract_patches
 from support.oracles.reference_processors import random_image, reference_processor
@@ -336,7 +336,7 @@ def test_the_centre_of_a_long_strip_is_the_centre_that_the_full_resize_gives(
     )
     for image in (coarse.resize((8000, 90)), coarse.resize((8000, 90)).rotate(90, expand=True)):
         full = extract_patches(rule, image).int()
-        monkeypatch.setattr("loaders.decode.pixels._LONGEST_STRIP", 1)
+        monkeypatch.setattr("isobatch.loaders.decode.pixels._LONGEST_STRIP", 1)
         assert (extract_patches(rule, image).int() - full).abs().max() <= 2
         monkeypatch.undo()
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.signal import resample_poly
 
-from balance.media.audio_tokens import AudioRejected, AudioRule, plan_audio
-from loaders.decode._resample import resample
+from isobatch.loaders.decode._resample import resample
+from isobatch.models.audio_tokens import AudioRejected, AudioRule, plan_audio
 
 RATES = [8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000]
 TOLERANCE = 2e-6

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from loaders.decode._patchify import patchify_planes
-from loaders.decode.resize import FILTERS, LEVELS, patchify, resizer
+from isobatch.loaders.decode._patchify import patchify_planes
+from isobatch.loaders.decode.resize import FILTERS, LEVELS, patchify, resizer
 
 sides = st.integers(1, 150)
 

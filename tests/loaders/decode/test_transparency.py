@@ -15,16 +15,16 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from balance.media.frame_archive import pack_frames
-from balance.media.video_tokens import VideoFacts
-from balance.presets import load_model
-from loaders.batch._vision import VisionFields
-from loaders.batch.broken_files import BrokenFiles
-from loaders.config import LoaderConfig
-from loaders.decode.image import decode, decode_pixels
-from loaders.decode.pixels import normalize
-from loaders.decode.video import decode_frames
-from loaders.online.records import with_files
+from isobatch.loaders.batch._vision import VisionFields
+from isobatch.loaders.batch.broken_files import BrokenFiles
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.decode.image import decode, decode_pixels
+from isobatch.loaders.decode.pixels import normalize
+from isobatch.loaders.decode.video import decode_frames
+from isobatch.loaders.online.records import with_files
+from isobatch.media.frame_archive import pack_frames
+from isobatch.models.presets import load_model
+from isobatch.models.video_tokens import VideoFacts
 from support.cases import for_each
 from support.loading.extract_patches import extract_patches
 from support.oracles.family_processors import Rows, families

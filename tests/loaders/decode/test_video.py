@@ -17,13 +17,19 @@ import pytest
 import torch
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from balance.media.frame_archive import pack_frames
-from balance.media.video_tokens import VideoFacts, VideoRejected, plan_video
-from balance.presets import load_model
-from loaders.decode import video as video_module
-from loaders.decode.pixels import empty_patches, normalize, num_rows, patch_memory, write_frames
-from loaders.decode.video import decode_frames
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders.decode import video as video_module
+from isobatch.loaders.decode.pixels import (
+    empty_patches,
+    normalize,
+    num_rows,
+    patch_memory,
+    write_frames,
+)
+from isobatch.loaders.decode.video import decode_frames
+from isobatch.media.frame_archive import pack_frames
+from isobatch.models.presets import load_model
+from isobatch.models.video_tokens import VideoFacts, VideoRejected, plan_video
 from support.cases import for_each
 
 pytest.importorskip("av")

@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 
-from loaders.read.build import StorageOptions
+from isobatch.loaders.read.build import StorageOptions
 from support.builds.remote_builds import upload, use
 from support.builds.shard_fixture import FORMATS, write_build
 from support.loading.contents import content

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from balance.errors import DamagedShard, IsobatchError
+from isobatch.common.errors import DamagedShard, IsobatchError
 from support.builds.remote_builds import client, upload, use
 from support.builds.shard_fixture import FORMATS
 from support.loading.contents import content

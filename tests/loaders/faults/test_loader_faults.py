@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from balance.errors import DamagedShard, DataError
-from loaders import StreamingLoader
-from loaders.read.build import StorageOptions
+from isobatch.common.errors import DamagedShard, DataError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.read.build import StorageOptions
 from support.builds.remote_builds import use
 from support.loading.contents import content
 from support.loading.fault_runs import (
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.server
 @pytest.fixture(autouse=True)
 def _little_ahead(monkeypatch):
     """Or these small builds would have arrived before a fault begins, however late it is."""
-    monkeypatch.setattr("loaders.step_builder.AHEAD_BYTES", 1)
-    monkeypatch.setattr("loaders.prefetch.STEPS_PER_WORKER", 2)
+    monkeypatch.setattr("isobatch.loaders.step_builder.AHEAD_BYTES", 1)
+    monkeypatch.setattr("isobatch.loaders.prefetch.STEPS_PER_WORKER", 2)
 
 
 PASSING = {  # what happens, and the loader's time limit

@@ -49,9 +49,9 @@ import atexit, sys
 atexit.register(print, "let go", flush=True)
 import torch
 from torch.utils.data import DataLoader
-from loaders import StreamingLoader
-from loaders.read.build import StorageOptions
-from loaders.integrations.torch_dataset import StepDataset
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.read.build import StorageOptions
+from isobatch.loaders.integrations.torch_dataset import StepDataset
 url, cache, workers, *_ = sys.argv[1:]
 torch.set_num_threads(1)
 print("begins", flush=True)
@@ -130,8 +130,8 @@ from support.ranks import mount_disk
 mount_disk(*sys.argv[4:])
 import torch
 from support.loading.contents import content
-from loaders import StreamingLoader
-from loaders.read.build import StorageOptions
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.read.build import StorageOptions
 def steps(url, **options):
     options |= {"workers": 2, "pixel_dtype": torch.uint8}
     loader = StreamingLoader(url, dp_rank=0, dp_world_size=1, **options)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from loaders import StreamingLoader
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 NUM_SAMPLES = 24

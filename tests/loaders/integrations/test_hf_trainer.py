@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader, model_inputs
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader, model_inputs
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from loaders.integrations._trainer_args import check_arguments  # noqa: E402
-from loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
+from isobatch.loaders.integrations._trainer_args import check_arguments  # noqa: E402
+from isobatch.loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
 from support.models.family_models import (  # noqa: E402
     FAMILIES,
     make_family_batch,
@@ -103,6 +103,22 @@ def test_a_checkpoint_holds_the_state_behind_its_own_step_even_if_a_worker_is_ah
     assert seen == whole[4:]
 
 
+def test_regrouped_epochs_of_a_worker_end_with_the_schedule(build, tmp_path):
+    loader = StreamingLoader(build, **PAIRS, regroup="epoch")
+    options = {"max_steps": -1, "num_train_epochs": 2, "lr_scheduler_type": "cosine"}
+    trainer = make_trainer(
+        build,
+        tmp_path,
+        given={"train_dataset": loader},
+        dataloader_num_workers=1,
+        logging_steps=1,
+        **options,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2 * len(loader)
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-9)
+
+
 def test_arguments_with_which_training_would_be_wrong_are_refused(build, tmp_path):
     with pytest.raises(
         ConfigError, match=r"gradient_accumulation_steps is 2.*micro_batches_per_step 3"
@@ -115,9 +131,14 @@ def test_arguments_with_which_training_would_be_wrong_are_refused(build, tmp_pat
         ("dataloader_drop_last", True, "remainder='drop'"),
         ("dataloader_num_workers", 4, "decodes in threads"),
         ("label_smoothing_factor", 0.1, "not computed for packed samples"),
+        ("neftune_noise_alpha", 5.0, "one sample as long as the micro-batch"),
     ):
         with pytest.raises(ConfigError, match=rf"^{name} is {value!r}; .*{match}"):
             make_trainer(build, tmp_path, **{name: value})
+    accumulated = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    options = {"gradient_accumulation_steps": 1, "accelerator_config": accumulated}
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 4.*step 1"):
+        make_trainer(build, tmp_path, micro_batches=1, **options)
     for given, match in (
         ({"train_dataset": [{"input_ids": [0]}]}, "the model has no name or folder"),
         ({"formatting_func": str}, "formatting_func is given"),

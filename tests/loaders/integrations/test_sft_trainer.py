@@ -5,8 +5,8 @@ from itertools import islice
 import pytest
 import torch
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader, model_inputs
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader, model_inputs
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
@@ -19,7 +19,7 @@ from tiny_internvl import make_internvl  # noqa: E402
 from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
-from loaders.integrations.hf_trainer import BalancedMixin  # noqa: E402
+from isobatch.loaders.integrations.hf_trainer import BalancedMixin  # noqa: E402
 
 torch.set_num_threads(1)
 

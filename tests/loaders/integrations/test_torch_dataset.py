@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader
-from loaders.integrations import torch_dataset as trainers
-from loaders.integrations.torch_dataset import StepDataset
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.integrations import torch_dataset as trainers
+from isobatch.loaders.integrations.torch_dataset import StepDataset
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 torch.set_num_threads(1)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from balance.errors import ConfigError
+from isobatch.common.errors import ConfigError
 from support.loading.evaluations import loss_of_each
 from support.loading.online_data import OPTIONS, records
 
@@ -15,10 +15,10 @@ pytest.importorskip("accelerate")
 from datasets import Dataset  # noqa: E402
 from tiny_internvl import make_internvl  # noqa: E402
 
-from loaders import BalancedLoader  # noqa: E402
-from loaders.integrations import hf_trainer  # noqa: E402
-from loaders.integrations._trainer_args import evaluation_of  # noqa: E402
-from loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
+from isobatch.loaders import BalancedLoader  # noqa: E402
+from isobatch.loaders.integrations import hf_trainer  # noqa: E402
+from isobatch.loaders.integrations._trainer_args import evaluation_of  # noqa: E402
+from isobatch.loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
 
 torch.set_num_threads(1)
 

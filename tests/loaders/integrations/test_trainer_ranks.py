@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from loaders import BalancedLoader, StreamingLoader, model_inputs
+from isobatch.loaders import BalancedLoader, StreamingLoader, model_inputs
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from balance.types import LABEL_IGNORE
-from loaders import BalancedLoader, Encoded
-from loaders.online.records import Records
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.loaders import BalancedLoader, Encoded
+from isobatch.loaders.online.records import Records
 from support.loading.contents import content
 from support.loading.online_data import open_ranks, records
 from support.loading.step_planners import dispatch

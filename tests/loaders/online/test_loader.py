@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 
-from balance.errors import ConfigError, DataError
-from loaders import BalancedLoader, StepDataset, StreamingLoader
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import BalancedLoader, StepDataset, StreamingLoader
 from support.builds.packed import build
 from support.builds.raw_data import record, write_dataset, write_image
 from support.loading.contents import content
@@ -219,13 +219,13 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     loader.close()
     # the first that is named is one of the most common reason
     (loader,) = open_ranks(bad[:1] + rows, 1, folder, max_tokens=20)
-    with pytest.raises(DataError, match=r"the first is record:\d+ \(\d+ tokens, cap 20\)"):
+    with pytest.raises(DataError, match=r"the first is s\d+ \(\d+ tokens, cap 20\)"):
         batches_of([loader])
     loader.close()
 
 
 def test_a_slow_first_window_says_how_far_it_is(rows, folder, monkeypatch, capfd):
-    monkeypatch.setattr("loaders.online.lengths.TOLD_S", -1.0)  # as if all had taken long
+    monkeypatch.setattr("isobatch.loaders.online.lengths.TOLD_S", -1.0)  # as if all had taken long
     (loader,) = open_ranks(rows, 1, folder)
     batches_of([loader])
     loader.close()
@@ -332,6 +332,42 @@ def test_lengths_are_kept_for_later_runs(rows, folder, tmp_path):
     broken.close()
 
 
+def test_kept_lengths_know_what_nothing_reads(rows, folder, tmp_path, capfd):
+    scored = [row | ({"score": 1} if number % 3 == 0 else {}) for number, row in enumerate(rows)]
+    expected = {"record": {"score": (len(scored[::3]), "1")}}
+    for _ in range(2):
+        (loader,) = open_ranks(scored, 1, folder, lengths_cache=tmp_path)
+        for _ in loader:
+            pass
+        assert loader.report()["never_read"] == expected
+        assert "never read: score (" in capfd.readouterr().err
+        loader.close()
+    ranks = open_ranks(scored, 2, folder, lengths_cache=tmp_path)
+    assert [loader.report()["never_read"] for loader in ranks] == [expected] * 2
+    for loader in ranks:
+        loader.close()
+    for file in tmp_path.glob("*.unread"):
+        file.write_text("[1")
+    (damaged,) = open_ranks(scored, 1, folder, lengths_cache=tmp_path)
+    assert damaged.report()["measured"] == len(scored)
+    damaged.close()
+
+
+def test_a_sample_over_a_cap_is_named_by_its_id(rows, folder, tmp_path):
+    long = rows[:50] + [record(900 + n, answer="word " * 500) for n in range(2)]
+    by_image = {"max_tokens": 5000, "max_vision": 1}
+    for cap in ({"max_tokens": 400}, by_image):
+        for _ in range(2):  # measured, and known from an earlier run
+            options = {"lengths_cache": tmp_path, "max_rejected": 1.0, "max_vision": 24} | cap
+            ranks = open_ranks(long, 2, folder, **options)
+            batches_of(ranks)
+            for loader in ranks:
+                assert loader.rejected
+                for each in loader.rejected:
+                    assert each.sample_id == long[each.index]["id"]
+                loader.close()
+
+
 def test_length_is_estimated_from_the_first_window_on(rows, folder):
     ranks = open_ranks(rows, 2, folder)
     (estimate,) = {len(loader) for loader in ranks}
@@ -373,6 +409,11 @@ def test_wrong_use_is_one_line(rows, folder):
         "max_tokens is '4k'": {"max_tokens": "4k"},
         "give the tokenizer": {"model": "qwen2_vl"},
     }
+    tokens = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 30
+    for options in ({}, {"model": "qwen2_vl"}, {"model": None, "max_tokens": None}):
+        with pytest.raises(ConfigError, match=r"record 0 has input_ids .* measure='own'"):
+            BalancedLoader(tokens, **OPTIONS | options)
+    BalancedLoader(tokens, max_tokens=9, measure="own").close()
     for message, options in cases.items():
         with pytest.raises(ConfigError, match=message) as caught:
             BalancedLoader(rows, **OPTIONS | options)

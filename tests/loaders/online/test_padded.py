@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from balance.errors import ConfigError, DataError
+from isobatch.common.errors import ConfigError, DataError
 from support.loading.contents import content
 from support.loading.online_data import OPTIONS, open_ranks, records, samples_of
 from support.loading.step_planners import repack

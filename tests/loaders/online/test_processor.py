@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from balance.errors import ConfigError
-from loaders import BalancedLoader, Encoded
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import BalancedLoader, Encoded
 from support.builds.raw_data import record, write_image
 from support.loading.contents import content
 from support.loading.online_data import records

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from tiny_vlm import TinyVLM, accumulate
 
-from balance.errors import ConfigError, DataError
-from loaders import BalancedLoader
-from loaders.online._exchange import Cancelled, RankExchange
-from loaders.online._packer_door import RejectedSample
-from loaders.ranks import RankMissing
-from packer.verify import require_intact, verify_build
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import BalancedLoader
+from isobatch.loaders.online._exchange import Cancelled, RankExchange
+from isobatch.loaders.online._packer_door import RejectedSample
+from isobatch.loaders.ranks import RankMissing
+from isobatch.packer.verify import require_intact, verify_build
 from support.builds.packed import quiet
 from support.builds.raw_data import record, write_dataset, write_image
 from support.loading.online_data import OPTIONS, built_samples, open_ranks, records
@@ -75,6 +75,7 @@ def measure_together(said, folder, rows):
         pixel_dtype=torch.float64,
         transform=count,
         workers=0,
+        gradients="sum",
     )
 
     def reduce(tensor):
@@ -111,7 +112,10 @@ def go_wrong(said, folder):
         raise RuntimeError("the disk of rank 1 is gone")
 
     cases = {
+        "option": {"window": 40 * rank},
+        "option of a loader": {"balance": 2.0 * rank},
         "seed": {"seed": rank},
+        "seed, after len": {"seed": rank},
         "dataset": {"window": 30 + rank},
         "state": {},
         "measuring": {},
@@ -125,6 +129,8 @@ def go_wrong(said, folder):
                 loader._lengths._measure = fails
             if name == "state" and rank == 1:
                 loader.load_state_dict(loader.state_dict())
+            if name.endswith("len"):
+                len(loader)
             said[name] = sum(1 for _ in loader)
         except (ConfigError, DataError, RankMissing) as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -133,7 +139,10 @@ def go_wrong(said, folder):
 
 def test_what_one_rank_cannot_do_is_said_on_both(tmp_path):
     for said in run_ranks(tmp_path, 2, go_wrong, tmp_path):
-        assert said["seed"].startswith("ConfigError: ranks disagree: seed is 0 on rank 0, 1 on")
+        assert "window is 0; it must be at least 1" in said["option"]
+        assert "balance is 2.0" in said["option of a loader"]
+        for name in ("seed", "seed, after len"):
+            assert said[name].startswith("ConfigError: ranks disagree: seed is 0 on rank 0, 1 on")
         assert said["dataset"].startswith(
             "ConfigError: ranks disagree: window is 30 on rank 0, 31 on"
         )

@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from balance.errors import ConfigError, DataError
-from loaders import BalancedLoader, StreamingLoader
-from packer import build as packer_build
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.count.sample_counter import SampleCounter
-from packer.verify import require_intact, verify_build
-from shards.manifest import is_complete, read_manifest
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting.sample_counter import SampleCounter
+from isobatch.loaders import BalancedLoader, StreamingLoader
+from isobatch.packer import build as packer_build
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.verify import require_intact, verify_build
+from isobatch.shards.manifest import is_complete, read_manifest
 from support.builds.packed import digests, quiet
 from support.builds.raw_data import options, record, write_dataset
 from support.loading.online_data import OPTIONS, built_samples, records

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from loaders import BalancedLoader, Encoded, model_inputs
+from isobatch.loaders import BalancedLoader, Encoded, model_inputs
 from support.loading.online_data import open_ranks, records
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from loaders.integrations.hf_trainer import BalancedTrainer  # noqa: E402
+from isobatch.loaders.integrations.hf_trainer import BalancedTrainer  # noqa: E402
 
 
 class TokenModel(torch.nn.Module):

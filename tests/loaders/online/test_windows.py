@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError, DataError
-from balance.flops import FlopsModel
-from balance.grouping.window import group_window
-from balance.order.global_shuffle import GlobalShuffle
-from balance.presets import load_model
-from balance.types import COUNT_COLUMNS, Limits
-from loaders.plan.steps import StepConfig, Steps
-from loaders.plan.window_order import MOST_PASSED
-from loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.balance.grouping.window import group_window
+from isobatch.balance.order.global_shuffle import GlobalShuffle
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import COUNT_COLUMNS, Limits
+from isobatch.loaders.plan.steps import StepConfig, Steps
+from isobatch.loaders.plan.window_order import MOST_PASSED
+from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.models.flops import FlopsModel
+from isobatch.models.presets import load_model
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
 LIMITS = Limits(max_seq_len=1000, max_vision=8, min_seq_len=1000, min_vision=8)
@@ -53,6 +53,10 @@ class Lengths:
         assert self.known[samples].all()
         return self.values[name][samples]
 
+    def sorted_sources(self, samples):
+        assert self.known[samples].all()
+        return (self.values["num_text_tokens"][samples] > 150).astype(np.int64)
+
     def choose_limits(self, samples):
         has_images = self.column("num_image_patches", samples).any()
         return LIMITS if has_images else replace(LIMITS, max_vision=0)
@@ -60,7 +64,7 @@ class Lengths:
     def with_images(self, samples, limits):
         return self.choose_limits(samples)
 
-    def within(self, samples, limits):
+    def within(self, samples):
         return samples
 
 

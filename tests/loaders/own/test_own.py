@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from balance.errors import ConfigError, DataError
-from loaders import BalancedLoader
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import BalancedLoader
 from support.loading.contents import content
 from support.loading.online_data import OPTIONS, open_ranks, records, samples_of
 from support.ranks import run_ranks

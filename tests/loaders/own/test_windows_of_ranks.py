@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from balance.presets import load_model
-from balance.types import COUNT_COLUMNS
-from loaders.online._exchange import Cancelled
-from loaders.online._packer_door import RejectedSample
-from loaders.online.lengths import LengthOptions
-from loaders.online.own.lengths import OwnLengths, RecentRows
-from loaders.online.own.streams import StreamRecords
-from loaders.online.own.windows import OwnWindows
-from loaders.online.reader import RecordReader
-from loaders.online.records import Records
-from loaders.plan.steps import StepConfig, Steps
-from loaders.plan.windows import WindowSettings
+from isobatch.common.types import COUNT_COLUMNS
+from isobatch.loaders.online._exchange import Cancelled
+from isobatch.loaders.online._packer_door import RejectedSample
+from isobatch.loaders.online.lengths import LengthOptions
+from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
+from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.own.windows import OwnWindows
+from isobatch.loaders.online.reader import RecordReader
+from isobatch.loaders.online.records import Records
+from isobatch.loaders.plan.steps import StepConfig, Steps
+from isobatch.loaders.plan.windows import WindowSettings
+from isobatch.models.presets import load_model
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
 

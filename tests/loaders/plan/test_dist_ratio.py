@@ -6,11 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from loaders import StreamingLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
-from packer.report.figures import make_report
+from isobatch.loaders import StreamingLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.figures import make_report
 from support.builds.raw_data import good_records, options, write_dataset
 from support.cases import for_each
 

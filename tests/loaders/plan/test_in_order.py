@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from balance.errors import ConfigError
-from loaders import StepDataset, StreamingLoader
-from loaders.plan.in_order import InOrder, cut_borders
-from loaders.read.build import open_builds
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StepDataset, StreamingLoader
+from isobatch.loaders.plan.in_order import InOrder, cut_borders
+from isobatch.loaders.read.build import open_builds
 from support.builds.sample_tables import text_samples, write_tabled, write_texts
 from support.loading.rank_steps import make_ranks
 from support.ranks import on_ranks
@@ -167,7 +167,7 @@ def test_each_iterator_is_a_whole_pass_but_after_a_state(urls):
 def test_a_shuffled_state_and_wrong_options_are_refused(urls):
     shuffled = StreamingLoader(urls[0], workers=0)
     loader = StreamingLoader(urls[0], workers=0, shuffle=False)
-    with pytest.raises(ConfigError, match="order 'random', this loader 'stored'"):
+    with pytest.raises(ConfigError, match="order 'alike', this loader 'stored'"):
         loader.load_state_dict(shuffled.state_dict())
     with pytest.raises(ConfigError, match="500 of 130 samples"):
         loader.load_state_dict({**loader.state_dict(), "stream": {"samples": 500}})

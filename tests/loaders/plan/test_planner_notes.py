@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 from torch.utils.data import DataLoader
 
-from balance.errors import ConfigError
-from balance.steps.step_planner import StepAssignment
-from loaders import StreamingLoader
-from loaders.integrations.torch_dataset import StepDataset
+from isobatch.balance.steps.step_planner import StepAssignment
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.integrations.torch_dataset import StepDataset
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.loading.step_planners import repack
 

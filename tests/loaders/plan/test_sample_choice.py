@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader
-from loaders.plan.epoch_groups import KEPT_LOAD, pack_chosen
-from loaders.read.build import Build, open_builds
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.plan.epoch_groups import KEPT_LOAD, pack_chosen
+from isobatch.loaders.read.build import Build, open_builds
 from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
 
 NUM_SAMPLES = 400

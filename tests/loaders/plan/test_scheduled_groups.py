@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader
-from loaders.plan.epoch_groups import Regrouped, StoredGroups
-from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
-from loaders.read.build import open_builds
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.plan.epoch_groups import Regrouped, StoredGroups
+from isobatch.loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
+from isobatch.loaders.read.build import open_builds
 from support.builds.sample_tables import write_texts
 from support.cases import for_each
 from support.loading.rank_steps import make_ranks

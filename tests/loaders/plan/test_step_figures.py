@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from balance.metrics import repeated_pairs
-from balance.types import COUNT_COLUMNS
-from loaders import StreamingLoader, _pair_counter
-from loaders._pair_counter import PairCounter
-from loaders.plan.loss_normalizer import StepNormalizer
+from isobatch.balance.metrics import repeated_pairs
+from isobatch.common.types import COUNT_COLUMNS
+from isobatch.loaders import StreamingLoader, _pair_counter
+from isobatch.loaders._pair_counter import PairCounter
+from isobatch.loaders.plan.loss_normalizer import StepNormalizer
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 
 

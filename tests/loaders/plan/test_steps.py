@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.errors import ConfigError, DataError
-from balance.metrics import dist_ratio
-from balance.order.global_shuffle import epoch_steps
-from balance.steps.step_planner import StepAssignment
-from balance.types import Groups
-from loaders import StreamingLoader
-from loaders.plan.epoch_groups import Regrouped, StoredGroups, sample_counts
-from loaders.plan.mixed_groups import MixedEpoch, MixedGroups
-from loaders.plan.steps import StepConfig, Steps
-from loaders.read.build import open_builds
-from loaders.stats import Meter
+from isobatch.balance.metrics import dist_ratio
+from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.steps.step_planner import StepAssignment
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import Groups
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.plan.epoch_groups import Regrouped, StoredGroups, sample_counts
+from isobatch.loaders.plan.mixed_groups import MixedEpoch, MixedGroups
+from isobatch.loaders.plan.steps import StepConfig, Steps
+from isobatch.loaders.read.build import open_builds
+from isobatch.loaders.stats import Meter
 from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample
 from support.loading.step_planners import dispatch, repack
@@ -175,7 +175,7 @@ def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, 
         meter.add_step(steps.plan(1)[0], 0, 0.0)
     everyone = np.arange(len(build.index))
     loads = build.index.column("num_image_patches", everyone), build.index.seq_len(everyone)
-    taken = epoch_steps(loads, (world, 2)).transpose(0, 2, 1).ravel()
+    taken = epoch_steps(loads, (world, 2), balance=0.5).transpose(0, 2, 1).ravel()
     groups = taken[taken >= 0]
     stats = meter.stats(0)
     assert stats.dist_ratio_vit == pytest.approx(
@@ -244,7 +244,7 @@ def test_groups_of_a_large_build_in_part_are_those_that_were_chosen():
     masks = [rng.random(size) < share for size, share in ((150_000, 0.4), (300_000, 1e-4))]
     masks[0][65_536:131_072] = False  # a block of which none is chosen
     pieces = [(Numbers(len(masks[0])), masks[0]), (Numbers(7), None), (Numbers(300_000), masks[1])]
-    epoch = MixedEpoch(pieces)
+    epoch = MixedEpoch(pieces, np.zeros(len(pieces), np.int64))
     expected = np.concatenate([np.flatnonzero(masks[0]), np.arange(7), np.flatnonzero(masks[1])])
     assert len(epoch) == len(expected)
     groups = rng.permutation(len(expected))

@@ -25,7 +25,7 @@ from support.ranks import mount_disk
 mount_disk(*sys.argv[3:])
 from support.builds.remote_builds import is_as_written
 from support.builds.shard_fixture import SHARD_GROUPS, group_samples, make_samples
-from loaders.read.build import StorageOptions, open_build
+from isobatch.loaders.read.build import StorageOptions, open_build
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))

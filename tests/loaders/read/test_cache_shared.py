@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from loaders.read.build import StorageOptions, open_build
+from isobatch.loaders.read.build import StorageOptions, open_build
 from support.builds.remote_builds import is_as_written, upload, use
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.loading.cache_files import on_disk
@@ -22,7 +22,7 @@ READER = f"""
 import random, sys
 from support.builds.remote_builds import is_as_written
 from support.builds.shard_fixture import group_samples, make_samples
-from loaders.read.build import StorageOptions, open_build
+from isobatch.loaders.read.build import StorageOptions, open_build
 groups = group_samples(make_samples({SAMPLES}))
 build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2], cache_bytes={LIMIT}))
 rng = random.Random(int(sys.argv[3]))

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balance.errors import ConfigError, DamagedShard
-from loaders.read.build import StorageOptions, default_cache_dir, open_build
-from loaders.read.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
-from shards.arrow.record_batch import ArrowLayout
-from shards.arrow_shards import decode_arrow
-from shards.checksums import wrong_bytes
-from shards.tar_shards import decode_tar
+from isobatch.common.errors import ConfigError, DamagedShard
+from isobatch.loaders.read.build import StorageOptions, default_cache_dir, open_build
+from isobatch.loaders.read.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
+from isobatch.shards.arrow.record_batch import ArrowLayout
+from isobatch.shards.arrow_shards import decode_arrow
+from isobatch.shards.checksums import wrong_bytes
+from isobatch.shards.tar_shards import decode_tar
 from support.builds.remote_builds import is_as_written
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 
@@ -70,7 +70,7 @@ def test_a_group_is_checked_once(folder, monkeypatch):
     checked = []
     build = open_build(folder, options=StorageOptions(verify="first"))
     monkeypatch.setattr(
-        "loaders.read.build.wrong_bytes",
+        "isobatch.loaders.read.build.wrong_bytes",
         lambda *given: checked.append(1) or wrong_bytes(*given),
     )
     for number in [0, 1, 8, 0, 1, 8, 9]:
@@ -245,5 +245,5 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "here"))
     assert default_cache_dir() == tmp_path / "here"
     monkeypatch.delenv("ISOBATCH_CACHE")
-    monkeypatch.setattr("loaders.read.build.tempfile.gettempdir", lambda: "/scratch")
+    monkeypatch.setattr("isobatch.loaders.read.build.tempfile.gettempdir", lambda: "/scratch")
     assert str(default_cache_dir()).startswith("/scratch/isobatch-")

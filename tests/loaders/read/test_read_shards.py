@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from balance.errors import DamagedShard
-from loaders.read import build as storage
-from loaders.read import local
+from isobatch.common.errors import DamagedShard
+from isobatch.loaders.read import build as storage
+from isobatch.loaders.read import local
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError, DataError
-from loaders.read import build as read_build
-from loaders.read.build import StorageOptions, open_build, open_builds
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders.read import build as read_build
+from isobatch.loaders.read.build import StorageOptions, open_build, open_builds
 from support import child_env
 from support.builds.remote_builds import client, is_as_written, upload, use
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
@@ -119,7 +119,7 @@ def test_many_threads_read_at_once(s3, builds, opened, tmp_path):
 def test_the_index_is_fetched_when_it_is_read_and_once_per_machine(
     s3, opened, tmp_path, monkeypatch
 ):
-    for module in ("shards.index", "support.builds.shard_fixture"):
+    for module in ("isobatch.shards.index", "support.builds.shard_fixture"):
         monkeypatch.setattr(f"{module}.BATCH_ROWS", 4)
     url = upload(s3, write_build(tmp_path / "batched", GROUPS), tmp_path.name)
     sizes = [len(group) for group in GROUPS]
@@ -273,8 +273,8 @@ def test_a_forked_process_is_told_what_to_do(s3, builds, opened, tmp_path):
 
 PROGRAM = """
 import sys, threading
-from loaders.read import build as read_build
-from loaders.read.build import StorageOptions, open_build, open_builds
+from isobatch.loaders.read import build as read_build
+from isobatch.loaders.read.build import StorageOptions, open_build, open_builds
 build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
 build.shards.prefetch(range(1, len(build.index)))
 print("ready", flush=True)

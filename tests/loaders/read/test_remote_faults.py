@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from balance.errors import DamagedShard, DataError
-from loaders.read.build import StorageOptions, open_build
-from loaders.read.cache import Cache
-from loaders.read.remote import RemoteShards
-from shards.manifest import read_manifest
-from shards.object_store import RangeReader
+from isobatch.common.errors import DamagedShard, DataError
+from isobatch.loaders.read.build import StorageOptions, open_build
+from isobatch.loaders.read.cache import Cache
+from isobatch.loaders.read.remote import RemoteShards
+from isobatch.shards.manifest import read_manifest
+from isobatch.shards.object_store import RangeReader
 from support.builds.remote_builds import client, is_as_written, upload, use
 from support.builds.shard_fixture import (
     INDEX_SCHEMA,
@@ -205,7 +205,7 @@ def test_a_flipped_index_and_a_flipped_manifest_are_refused(s3, url, folder, ope
 @pytest.fixture
 def batched(monkeypatch):
     """Writes a build whose index has several record batches."""
-    for module in ("shards.index", "support.builds.shard_fixture"):
+    for module in ("isobatch.shards.index", "support.builds.shard_fixture"):
         monkeypatch.setattr(f"{module}.BATCH_ROWS", 4)
     return write_build
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from loaders.read import write_behind
-from loaders.read.cache import Cache
-from loaders.read.write_behind import WriteBehind
+from isobatch.loaders.read import write_behind
+from isobatch.loaders.read.cache import Cache
+from isobatch.loaders.read.write_behind import WriteBehind
 
 
 def threads():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from balance.errors import ConfigError
-from loaders import StreamingLoader
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import StreamingLoader
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 
 STATES = json.loads((Path(__file__).parents[2] / "data/old_loader_states.json").read_text())

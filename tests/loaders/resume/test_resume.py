@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from loaders.read.build import StorageOptions
+from isobatch.loaders.read.build import StorageOptions
 from support.builds.remote_builds import upload
 from support.builds.sample_tables import LIMITS, path_groups, text_samples
 from support.builds.shard_fixture import FORMATS, make_samples

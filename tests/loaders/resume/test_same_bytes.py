@@ -10,8 +10,8 @@ from itertools import islice
 import pytest
 import torch
 
-from loaders import StreamingLoader
-from loaders.read.build import StorageOptions
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.read.build import StorageOptions
 from support.builds.remote_builds import upload, use
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 

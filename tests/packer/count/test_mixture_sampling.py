@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balance.errors import DataError
-from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out, part_numbers
-from packer.sources.dataset import Dataset, Part
-from packer.sources.detect import Located
+from isobatch.common.errors import DataError
+from isobatch.packer.count.mixture_sampling import (
+    copies_per_sample,
+    copy_rows,
+    left_out,
+    part_numbers,
+)
+from isobatch.packer.sources.dataset import Dataset, Part
+from isobatch.packer.sources.detect import Located
 
 
 def mixture(*parts, num_samples=None):

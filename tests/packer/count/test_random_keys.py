@@ -3,14 +3,14 @@
 import copy
 import random
 
-from balance.presets import load_model
-from packer.count.sample_counter import CountSettings, SampleCounter
-from packer.demo.dataset import demo_tokenizer_path
-from packer.records.fields import NO_MEANING
-from packer.records.loss import LOSS_KEYS
-from packer.records.media import FILE_KEYS
-from packer.records.record import RawRecord
-from packer.records.schemas import RECORD_KEYS
+from isobatch.counting.records.fields import NO_MEANING
+from isobatch.counting.records.loss import LOSS_KEYS
+from isobatch.counting.records.media import FILE_KEYS
+from isobatch.counting.records.record import RawRecord
+from isobatch.counting.records.schemas import RECORD_KEYS
+from isobatch.counting.sample_counter import CountSettings, SampleCounter
+from isobatch.models.presets import load_model
+from isobatch.packer.demo.dataset import demo_tokenizer_path
 from support.builds.bad_pictures import PNG
 from support.cases import draws
 
@@ -23,6 +23,11 @@ BASES = (
     {"messages": [{"role": "user", "content": PARTS}, ANSWER]},
     {"messages": [ASK, ANSWER], "images": [PICTURE]},
     {"texts": [{"user": "?", "assistant": "!"}], "images": [PNG]},
+    {"conversation": [{"human": "?", "assistant": "!"}, {"human": "a", "assistant": "b"}]},
+    {"conversation": [{"input": "?", "output": "!"}]},
+    {"messages": [ASK, {"role": "tool_call", "content": '{"name": "f"}'}, ANSWER]},
+    {"conversations": [{"role": "user", "content": "<image_00>?"}, ANSWER],
+     "image": {"<image_00>": PICTURE}},
     {"question": "?", "answer": "!", "image": PICTURE},
     {"question": "?", "answers": ["!", "no"]},
     {"instruction": "Add.", "input": "1", "output": "2"},
@@ -31,10 +36,11 @@ BASES = (
     {"text_list": ["One.", "Two."], "image_info": [{"image_base64": "", "matched_text_index": 0}]},
     {"texts": ["One.", None], "images": [None, PNG]},
     {"text": "One."},
-)
+)  # fmt: skip
 KEYS = sorted(
     {*RECORD_KEYS, *LOSS_KEYS, *(key for keys in FILE_KEYS.values() for key in keys)}
     | {"reasoning_content", "thinking", "name", "tool_calls", "tool_call_id", "function_call"}
+    | {"system", "output_with_loss", "need_eos_token", "train", "training_detail", "functions"}
     | {"objects", "bbox", "rejected_response", "chosen", "score", "min_pixels", "fps", "detail"}
     | {"role", "content", "from", "value", "type", "text", "cache_control", "level", "language"}
 )

@@ -16,9 +16,9 @@ import pytest
 from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
-from packer.demo._pictures import COLOURS, Picture, draw_picture
-from packer.demo.dataset import demo_tokenizer_path, write_demo
-from packer.demo.texts import passage, text_task
+from isobatch.packer.demo._pictures import COLOURS, Picture, draw_picture
+from isobatch.packer.demo.dataset import demo_tokenizer_path, write_demo
+from isobatch.packer.demo.texts import passage, text_task
 
 NUM_SAMPLES = 300
 

@@ -17,20 +17,20 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from balance.errors import ConfigError, DamagedShard, DataError
-from balance.interface.visible_text import visible
-from packer.build import Builder
-from packer.cli import app
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
-from packer.inspect._thumbnails import Thumbnail, make_thumbnail
-from packer.inspect.html import render_group
-from packer.inspect.terminal import print_group
-from packer.inspect.token_text import PieceKind, read_pieces
-from packer.inspect.view import inspect_group
-from packer.progress import StageProgress
-from shards.index import open_index
-from shards.manifest import read_manifest
+from isobatch.common.errors import ConfigError, DamagedShard, DataError
+from isobatch.common.visible_text import visible
+from isobatch.packer.build import Builder
+from isobatch.packer.cli import app
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.inspect._thumbnails import Thumbnail, make_thumbnail
+from isobatch.packer.inspect.html import render_group
+from isobatch.packer.inspect.terminal import print_group
+from isobatch.packer.inspect.token_text import PieceKind, read_pieces
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.progress import StageProgress
+from isobatch.shards.index import open_index
+from isobatch.shards.manifest import read_manifest
 from support.builds.raw_data import good_records, options, record, write_dataset
 from support.cases import for_each
 

@@ -1,14 +1,16 @@
 """Columns of other names: without a build as in one, in memory, at a place and as a stream."""
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import IterableDataset
 
-from balance.errors import ConfigError
-from loaders import BalancedLoader, StreamingLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
+from isobatch.common.errors import ConfigError
+from isobatch.loaders import BalancedLoader, StreamingLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
 from support.builds.packed import digests, quiet
 from support.builds.raw_data import options, write_dataset, write_image
 
@@ -96,6 +98,33 @@ def test_a_saved_build_is_the_packers(folder, built, tmp_path, monkeypatch):
     saved = digests(tmp_path / "saved")
     del saved["report.html"]
     assert saved == digests(built)
+
+
+@pytest.mark.parametrize("layout", ["json", "parquet"])
+def test_a_kept_column_is_known_by_its_old_name_and_by_ours(tmp_path, monkeypatch, layout):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    raw = tmp_path / "raw"
+    values = [{"id": str(n), "ask": f"Why {n}?", "reply": f"So {n}."} for n in range(4)]
+    if layout == "json":
+        write_dataset(raw, values)
+    else:
+        raw.mkdir()
+        pq.write_table(pa.Table.from_pylist(values), raw / "a.parquet")
+    columns = {"question": "ask", "answer": "reply"}
+    given = tuple(f"{ours}={theirs}" for ours, theirs in columns.items())
+    config = options(raw, tmp_path / "out", columns=given, keep_columns=("ask", "answer"))
+    Builder(BuildConfig(**config, max_seq_len=1024), quiet()).build()
+    ranks = {"workers": 0, "dp_rank": 0, "dp_world_size": 1}
+    keep = {**LOADING, "columns": columns, "keep_columns": ("ask", "answer"), "max_tokens": 1024}
+    loaders = [BalancedLoader(str(raw), **keep), StreamingLoader(tmp_path / "out", **ranks)]
+    loaders += [BalancedLoader(values, **keep)]
+    for loader in loaders:
+        found = {}
+        for batch in (batch for step in loader for batch in step):
+            kept = batch.extras["ask"], batch.extras["answer"]
+            found |= zip(batch.sample_ids, zip(*kept, strict=True), strict=True)
+        assert found == {v["id"]: (v["ask"], v["reply"]) for v in values}
+        loader.close()
 
 
 def test_names_that_nobody_has_are_refused(folder):

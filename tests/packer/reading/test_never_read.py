@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from loaders import BalancedLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
-from packer.report.figures import make_report
-from packer.report.html import render_html
-from packer.report.terminal import print_build, print_report
-from shards.manifest import read_manifest
+from isobatch.loaders import BalancedLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.report.html import render_html
+from isobatch.packer.report.terminal import print_build, print_report
+from isobatch.shards.manifest import read_manifest
 from support.builds.packed import digests, quiet
 from support.builds.raw_data import options, record, write_dataset
 

@@ -3,12 +3,12 @@
 import pyarrow.parquet as pq
 import pytest
 
-from balance.errors import ConfigError, DataError
-from loaders import BalancedLoader, StreamingLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.demo.dataset import demo_tokenizer_path
-from shards.manifest import read_manifest
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import BalancedLoader, StreamingLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.shards.manifest import read_manifest
 from support.builds.packed import digests, quiet
 from support.builds.raw_data import options, write_dataset, write_image
 

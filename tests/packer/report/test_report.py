@@ -17,17 +17,17 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from balance.baseline_samplers import BASELINES
-from balance.errors import ConfigError, DataError
-from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
-from balance.order.global_shuffle import epoch_steps
-from balance.presets import load_model, model_to_dict
-from packer.format_text import share_text
-from packer.report.charts import histogram, rank_bars, tick_label, ticks
-from packer.report.figures import BEFORE, make_report
-from packer.report.html import render_html, write_html
-from packer.report.terminal import print_report
-from shards.tables import COUNTS_SCHEMA, groups_table, write_table
+from isobatch.balance.baseline_samplers import BASELINES
+from isobatch.balance.metrics import autocorrelation, source_autocorrelation, source_entropy
+from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.models.presets import load_model, model_to_dict
+from isobatch.packer.format_text import share_text
+from isobatch.packer.report.charts import histogram, rank_bars, tick_label, ticks
+from isobatch.packer.report.figures import BEFORE, make_report
+from isobatch.packer.report.html import render_html, write_html
+from isobatch.packer.report.terminal import print_report
+from isobatch.shards.tables import COUNTS_SCHEMA, groups_table, write_table
 from support.builds.report_data import make_counts, write_build
 
 METHOD_KEYS = {

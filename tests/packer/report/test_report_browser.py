@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.inspect.html import write_group_html
-from packer.inspect.view import inspect_group
-from packer.progress import StageProgress
-from packer.report.figures import make_report
-from packer.report.html import write_html
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.inspect.html import write_group_html
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.report.html import write_html
 from support.browser import find_browser, open_browser
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 from support.builds.report_data import make_counts, write_build

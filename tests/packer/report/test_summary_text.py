@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from balance.interface.visible_text import visible
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.format_text import share_text, size_text
-from packer.progress import StageProgress
-from packer.report.figures import make_report
-from packer.report.terminal import print_build
-from shards.manifest import read_manifest
+from isobatch.common.visible_text import visible
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.format_text import share_text, size_text
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.report.terminal import print_build
+from isobatch.shards.manifest import read_manifest
 from support.builds.raw_data import good_records, options, record, write_dataset
 
 

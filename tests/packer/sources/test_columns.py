@@ -13,17 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from balance.errors import ConfigError
-from loaders import BalancedLoader
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.count.record_table import read_records
-from packer.progress import StageProgress
-from packer.records.record import RawSample
-from packer.records.schemas import parse_record
-from packer.sources.columns import parse_columns
-from packer.sources.dataset import find_dataset
-from shards.manifest import read_manifest
+from isobatch.common.errors import ConfigError
+from isobatch.counting.records.record import RawSample
+from isobatch.counting.records.schemas import parse_record
+from isobatch.loaders import BalancedLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.count.record_table import read_records
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources.columns import parse_columns
+from isobatch.packer.sources.dataset import find_dataset
+from isobatch.shards.manifest import read_manifest
 from support.builds.layouts import write_tar
 from support.builds.raw_data import options, write_image
 

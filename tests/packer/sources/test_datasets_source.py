@@ -8,12 +8,12 @@ from itertools import chain
 import pytest
 from PIL import Image
 
-from balance.errors import ConfigError, DataError
-from packer.records.media import open_media
-from packer.records.record import RawSample
-from packer.records.schemas import parse_record
-from packer.sources.detect import locate, open_located
-from shards.folders import open_folder
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting.records.media import open_media
+from isobatch.counting.records.record import RawSample
+from isobatch.counting.records.schemas import parse_record
+from isobatch.packer.sources.detect import locate, open_located
+from isobatch.shards.folders import open_folder
 
 
 def source_of(place, data_root=None):

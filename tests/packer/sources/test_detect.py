@@ -11,9 +11,9 @@ import datasets
 import huggingface_hub
 import pytest
 
-from balance.errors import ConfigError, DataError
-from packer.sources.detect import locate, open_located, split_of
-from packer.sources.hub import HubId, parse_hub_id
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.packer.sources.detect import locate, open_located, split_of
+from isobatch.packer.sources.hub import HubId, parse_hub_id
 from support.cases import for_each
 
 KNOWN = ["demo", "llava665k"]

@@ -10,11 +10,11 @@ import json
 import pytest
 import yaml
 
-from balance.errors import ConfigError, DataError
-from packer.records.record import RawSample
-from packer.records.schemas import parse_record
-from packer.sources.detect import locate, open_located
-from packer.sources.trainers.energon import _paths
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting.records.record import RawSample
+from isobatch.counting.records.schemas import parse_record
+from isobatch.packer.sources.detect import locate, open_located
+from isobatch.packer.sources.trainers.energon import _paths
 from support.builds.layouts import write_tar
 
 JPEG = b"\xff\xd8\xff\xe0" + b"pixels" * 50
@@ -193,3 +193,19 @@ def test_a_damaged_split_is_named(tmp_path, content):
 
 def test_field_maps_split_as_energon_splits_them():
     assert _paths("json[a][b],TXT") == (("json", "a", "b"), ("txt",))
+
+
+@pytest.mark.parametrize(
+    ("exclude", "said"),
+    [
+        (["s1.tar", "s2.tar/2_1", "s3.tar/3_0"], "4 samples"),
+        (["s2.tar/2_{0..1}"], "2 samples"),
+        (["s3.tar"], None),
+    ],
+)
+def test_the_number_of_samples_that_the_split_leaves_out_is_said(tmp_path, exclude, said):
+    shards = {f"s{n}.tar": [pair(f"{n}_{k}") for k in range(3)] for n in range(4)}
+    split = {"split_parts": {"train": ["s{0..2}.tar"], "val": ["s3.tar"]}, "exclude": exclude}
+    place = write_folder(tmp_path / "set", shards, split=split)
+    found = dict(locate(str(place), known=[]).unread)
+    assert found == ({} if said is None else {"exclude of split.yaml": said})

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.errors import DataError
-from packer.records.record import MOST_DEPTH
-from packer.sources import json_source as json_records
-from packer.sources.base import cut
-from packer.sources.json_source import read_json_records
-from shards.folders import open_folder
+from isobatch.common.errors import DataError
+from isobatch.counting.records.record import MOST_DEPTH
+from isobatch.packer.sources import json_source as json_records
+from isobatch.packer.sources.base import cut
+from isobatch.packer.sources.json_source import read_json_records
+from isobatch.shards.folders import open_folder
 from support.cases import for_each
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -10,17 +10,22 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from balance.config import preset_names
-from balance.errors import ConfigError, DataError
-from balance.presets import load_dataset
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
-from packer.sources import mixture as mixture_module
-from packer.sources.dataset import find_dataset, list_datasets, print_datasets
-from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
-from shards.local_folder import LocalFolder
-from shards.manifest import read_manifest
+from isobatch.common.config import preset_names
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources import mixture as mixture_module
+from isobatch.packer.sources.dataset import find_dataset, list_datasets, print_datasets
+from isobatch.packer.sources.mixture import (
+    is_meta,
+    is_mixture,
+    missing_parts,
+    read_meta,
+    read_mixture,
+)
+from isobatch.shards.local_folder import LocalFolder
+from isobatch.shards.manifest import read_manifest
 from support.builds.layouts import write_saved, write_tar
 from support.builds.raw_data import options, record, write_dataset, write_image
 
@@ -307,35 +312,24 @@ def test_only_shipped_names_and_toml_files_are_mixtures(tmp_path):
     assert not is_mixture("llava665k")
 
 
-def require(name, data_root):
-    if is_mixture(name):
-        require_parts(read_mixture(name), data_root)
-    else:
-        find_dataset(load_dataset(name).name, data_root)
-
-
 @pytest.mark.parametrize("name", preset_names("datasets"))
 def test_every_preset_loads_and_lists_all_that_is_missing(name, tmp_path):
     (known,) = [one for one in list_datasets() if one.name == name]
     assert known.description
     assert all(origin for _, origin in known.needs)
     with pytest.raises(DataError, match=r"is incomplete under .*; missing:") as caught:
-        require(name, str(tmp_path))
+        find_dataset(name, str(tmp_path))
     for places, _ in known.needs:
         assert all(place in str(caught.value) for place in places.split(" and "))
 
 
 def test_parts_that_are_there_are_not_missing(tmp_path):
     (tmp_path / "coyo").mkdir()
-    with pytest.raises(DataError) as caught:
-        require_parts(read_mixture("datamix2"), str(tmp_path))
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
-        "  - mmc4",
-        "  - flan",
-    ]
+    missing = missing_parts(read_mixture("datamix2"), str(tmp_path))
+    assert [line.partition(":")[0] for line in missing] == ["mmc4", "flan"]
     for name in ("mmc4", "flan"):
         (tmp_path / name).mkdir()
-    require_parts(read_mixture("datamix2"), str(tmp_path))
+    assert missing_parts(read_mixture("datamix2"), str(tmp_path)) == []
 
 
 def test_parts_in_a_bucket_are_looked_for_there(tmp_path, monkeypatch):
@@ -347,18 +341,14 @@ def test_parts_in_a_bucket_are_looked_for_there(tmp_path, monkeypatch):
         "open_folder",
         lambda uri: LocalFolder(str(roots.get(uri, tmp_path / uri.removeprefix("s3://bucket/")))),
     )
-    with pytest.raises(DataError) as caught:
-        require_parts(read_mixture("datamix2"), "s3://bucket/data")
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["  - mmc4"]
+    missing = missing_parts(read_mixture("datamix2"), "s3://bucket/data")
+    assert [line.partition(":")[0] for line in missing] == ["mmc4"]
 
 
-def test_missing_without_a_data_root_says_how_to_give_one(tmp_path):
-    path = write_mixture(
-        tmp_path, {"dataset": "gone"}, {"dataset": "org/name"}, {"dataset": str(tmp_path)}
-    )
-    with pytest.raises(DataError, match="--data-root gives") as caught:
-        require_parts(read_mixture(str(path)), None)
-    assert str(caught.value).splitlines()[1:] == ["  - gone"]
+def test_missing_without_a_data_root_says_how_to_give_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"in the current folder \(--data-root\); missing"):
+        find_dataset("datamix2", None)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from balance.errors import ConfigError
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.count.record_table import read_records
-from packer.progress import StageProgress
-from packer.sources.dataset import find_dataset
-from packer.sources.sampling import Sampling, parse_sampling
+from isobatch.common.errors import ConfigError
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.count.record_table import read_records
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources.dataset import find_dataset
+from isobatch.packer.sources.sampling import Sampling, parse_sampling
 from support.builds.raw_data import options, record
 
 
@@ -65,7 +65,7 @@ def theirs(values, strategy):
 def test_first_and_end_take_what_llava_next_takes():
     draw = random.Random(0)
     for _ in range(300):
-        total, number = draw.randrange(40), draw.randrange(1, 100)
+        total, number = draw.randrange(40), draw.randrange(1, 250)
         strategy = f"{draw.choice(['first', 'end'])}:{number}{draw.choice(['', '%'])}"
         chosen = parse_sampling(strategy).chosen(total)
         kept = [place for place, taken in enumerate(chosen) if taken]
@@ -77,6 +77,7 @@ def test_drawn_records_are_as_many_and_by_the_seed():
     assert {sum(each) for each in drawn} == {5}
     assert len(drawn) > 15
     assert sum(Sampling("random", 15, is_percentage=True).chosen(7)) == 2
+    assert sum(parse_sampling("random:150%").chosen(7)) == 7
 
 
 @pytest.fixture
@@ -102,6 +103,15 @@ def test_a_yaml_of_datasets_is_a_mixture(place, tmp_path):
     assert {f"b{n}" for n in range(9)} <= once
     names = [part.name for part in find_dataset(str(file), str(place)).parts]
     assert names == ["a", "a-2", "a-3", "b", "b-2"]
+
+
+def test_json_lines_are_sampled_too(place, tmp_path):
+    lines = "".join(json.dumps(each) + "\n" for each in json.loads((place / "b.json").read_text()))
+    (place / "c.jsonl").write_text(lines)
+    file = write_yaml(place, entry("c.jsonl", "end:40%"), entry("c.jsonl", "first:200%"))
+    packed = packed_ids(file, tmp_path / "out", data_root=str(place))
+    assert len(packed) == 4 + 9
+    assert {name for name in packed if name.endswith("#2")} == {f"b{n}#2" for n in range(5, 9)}
 
 
 def test_without_a_build_the_same_records_are_read(place, tmp_path, monkeypatch):
@@ -130,8 +140,8 @@ def test_braces_in_a_path_name_several_files(place):
         ("datasets: [", "not valid YAML"),
         ("datasets: [{json_path: a.json, weight: 2}]", "unknown key weight; known: json_path, "),
         ("datasets: [{json_path: a.json, sampling_strategy: last:3}]", "'last:3'; known: all, f"),
-        ("datasets: [{json_path: a.json, sampling_strategy: end:0}]", "'end:0'; known: all, f"),
-        ("datasets: [{json_path: a.json, sampling_strategy: first:101%}]", "'first:101%'; known"),
+        ("datasets: [{json_path: a.json, sampling_strategy: end:0}]", "NeXT takes all records; s"),
+        ("datasets: [{json_path: a.json, sampling_strategy: random:0%}]", "takes no record; say a"),
         ("datasets: [{json_path: a.json, sampling_strategy: 3}]", "sampling is 3, but should"),
     ],
 )

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balance.errors import ConfigError, DataError
-from packer.records.record import RawRecord
-from packer.records.schemas import parse_record
-from packer.records.user_map import ALL_COLUMNS
-from packer.sources import table_source as tables
-from packer.sources.base import Located, RecordChunk
-from packer.sources.detect import locate, open_located
-from packer.sources.table_source import TableChunk, TableSource, _chunks
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting.records.record import RawRecord
+from isobatch.counting.records.schemas import parse_record
+from isobatch.counting.records.user_map import ALL_COLUMNS
+from isobatch.packer.sources import table_source as tables
+from isobatch.packer.sources.base import Located, RecordChunk
+from isobatch.packer.sources.detect import locate, open_located
+from isobatch.packer.sources.table_source import TableChunk, TableSource, _chunks
 from support.builds.layouts import CONVERSATION, IMAGE, SCHEMA, write_saved
 
 

@@ -15,14 +15,14 @@ import webdataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balance.errors import ConfigError, DataError
-from packer.records.media import open_media
-from packer.records.record import Rejected
-from packer.records.schemas import parse_record
-from packer.sources import tar_source
-from packer.sources.detect import locate, open_located
-from packer.sources.tar_source import BrokenTarError, key_of, read_members
-from shards.folders import open_folder
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting.records.media import open_media
+from isobatch.counting.records.record import Rejected
+from isobatch.counting.records.schemas import parse_record
+from isobatch.packer.sources import tar_source
+from isobatch.packer.sources.detect import locate, open_located
+from isobatch.packer.sources.tar_source import BrokenTarError, key_of, read_members
+from isobatch.shards.folders import open_folder
 from support.builds.layouts import FOLDER, LINK, tar_bytes, write_tar
 
 

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from balance.errors import ConfigError, DataError
-from balance.media.frame_archive import pack_frames
-from loaders import StreamingLoader
-from loaders.read.build import open_build
-from packer.inspect.view import inspect_group
-from packer.verify import verify_build
-from packer.write import pack_samples
-from shards import arrow_shards
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.read.build import open_build
+from isobatch.media.frame_archive import pack_frames
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.verify import verify_build
+from isobatch.packer.write import pack_samples
+from isobatch.shards import arrow_shards
 from support.builds.packed import build, quiet, read_samples
 from support.odd_videos import encoded, picture
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
 from support.builds.raw_data import SIZES, options, write_dataset, write_image
 
 KINDS = {"text": (0, 0), "seen": (6, 0), "heard": (0, 3), "both": (3, 2)}

@@ -274,6 +274,9 @@ PATHS = [
     ),
 ]
 
+TEXT = {"type": "text", "text": "b"}
+UNLEARNED = {"role": "assistant", "content": "b", "loss": False}
+CALL = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
 RECORDS = [
     rejected("broken JSON line", "broken_json", b'{"id": "broken", "conv', b"}{", b"no JSON"),
     rejected("JSON nested 100,000 deep", "broken_json", b"[" * 100_000),
@@ -350,6 +353,13 @@ RECORDS = [
         record("columns", text="<image 2>") | {"image_1": "good.png", "image_2": "wide.png"},
         images=(("good.png", "wide.png"),),
     ),
+    used(
+        'images by their marks, as MiniCPM-V has them: `{"<image_00>": path}`',
+        record("marks", text="<image_01>, <image_00>")
+        | {"image": {"<image_00>": "good.png", "<image_01>": "wide.png"}},
+        images=(("wide.png", "good.png"),),
+        happens="used; each is at its mark",
+    ),
     rejected("a mark that matches no image", "unknown_mark", *UNKNOWN),
     used(
         "the same with `--unknown-marks text`",
@@ -406,6 +416,19 @@ RECORDS = [
         OPTIONS | {"answer": 2},
         build="reading",
     ),
+    used(
+        "`options` next to a conversation, with `--choices letters`",
+        record("chosen") | {"options": ["A", "B"]},
+        happens="used; the key is named as never read",
+        build="reading",
+    ),
+    used(
+        "`conversation` of pairs, as ms-swift and xtuner have it, or of turns",
+        {"conversation": [{"human": "a", "assistant": "b"}]},
+        {"conversation": [{"system": "s", "input": "a", "output": "b"}]},
+        {"conversation": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]},
+    ),
+    rejected("`conversation` of neither", "bad_turn", {"conversation": [{"q": "a", "a": "b"}]}),
     rejected(
         "empty conversation",
         "no_conversation",
@@ -443,6 +466,16 @@ RECORDS = [
         "`weight`, `loss`, `train` and their like of a turn, 0 or 1",
         turns(("human", "a"), ("gpt", "b")) | {"loss_mask": [0, 1]},
         happens="used; 0: the turn has no labels",
+    ),
+    used(
+        "`train`, `weight` of a part, 0",
+        turns(("human", "a"), ("gpt", [TEXT | {"train": False}, TEXT])),
+        happens="used; the part has no labels",
+    ),
+    rejected(
+        "`tool_call` of ms-swift, and the answer before it, of which one is learned",
+        "bad_loss",
+        {"messages": [{"role": "user", "content": "a"}, UNLEARNED, CALL]},
     ),
     rejected("`weight` between 0 and 1", "bad_loss", record("half") | {"weight": 0.5}),
     rejected("`weight` 0 of a record", "not_learned", record("unlearned") | {"weight": 0}),

@@ -2,7 +2,7 @@
 
 import sys
 
-from packer.cli import main
+from isobatch.packer.cli import main
 
 
 def run_packer(capsys, monkeypatch, *arguments):

@@ -10,9 +10,9 @@ from functools import cache
 from PIL import Image
 from rich.console import Console
 
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
 from support.corpora import BYTE_LEVEL, MANUALS, TOKENIZERS
 
 PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max4", "qwen2_vl": "qwen2_vl"}

@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
-from packer.build import Builder
-from packer.config import BuildConfig
-from packer.progress import StageProgress
-from shards.checksums import group_checksum
-from shards.manifest import read_manifest
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
+from isobatch.shards.checksums import group_checksum
+from isobatch.shards.manifest import read_manifest
 from support.builds.raw_data import options
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from packer.demo.dataset import demo_tokenizer_path
+from isobatch.packer.demo.dataset import demo_tokenizer_path
 
 SIZES = [(40, 40), (200, 90), (90, 200), (640, 480), (33, 300)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from obstore.store import S3Store
 
-from shards.stored_group import StoredGroup
+from isobatch.shards.stored_group import StoredGroup
 from support.builds.shard_fixture import Sample
 from support.servers import S3Server
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from balance.grouping.caps import GroupOptions
-from balance.types import COUNT_COLUMNS, Counts, Groups, Limits
-from packer.group import group_counts
-from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.types import COUNT_COLUMNS, Counts, Groups, Limits
+from isobatch.packer.group import group_counts
+from isobatch.shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
 
 
 def make_counts(num_samples: int, *, images: bool = True, seed: int = 0) -> Counts:

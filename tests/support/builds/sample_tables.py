@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from balance.types import COUNT_COLUMNS, Limits
+from isobatch.common.types import COUNT_COLUMNS, Limits
 from support.builds.shard_fixture import Sample, write_build
 
 MAX_SEQ_LEN = 70

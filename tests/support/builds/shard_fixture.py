@@ -18,8 +18,8 @@ import pyarrow as pa
 import xxhash
 from PIL import Image
 
-from balance.media.image_tokens import plan_image
-from balance.presets import ModelPreset, load_model, model_to_dict
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import ModelPreset, load_model, model_to_dict
 
 FORMATS = ("arrow", "webdataset", "refs")
 IMAGE_TOKEN, VOCAB_SIZE = 3, 64

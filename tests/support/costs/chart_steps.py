@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from engine.charts.gantt import GanttStep
-from engine.cost_model.costs import Costs
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import make_schedule
+from isobatch.engine.charts.gantt import GanttStep
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.simulator.schedule import make_schedule
 
 
 def chart_costs(num_layers, num_micro_batches):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.types import Groups
-from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.common.types import Groups
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from balance.presets import load_model
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.parallel import Parallelism, Training
-from engine.planning.planner import PlanRequest
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.planning.planner import PlanRequest
+from isobatch.models.presets import load_model
 
 
 def uneven_loads(count, seed=0, *, model="tiny"):

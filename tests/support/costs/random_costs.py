@@ -4,10 +4,10 @@ that differ.
 
 import numpy as np
 
-from engine.cost_model.costs import Costs
-from engine.simulator.evaluate import memory_of
-from engine.simulator.schedule import make_schedule
-from engine.simulator.stages import stage_costs
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.evaluate import memory_of
+from isobatch.engine.simulator.schedule import make_schedule
+from isobatch.engine.simulator.stages import stage_costs
 
 SHAPES = [
     ("1f1b", 1),

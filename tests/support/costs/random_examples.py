@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from balance.types import Counts
+from isobatch.common.types import Counts
 
 
 def random_counts(rng, count):

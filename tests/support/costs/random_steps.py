@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from engine.cost_model.costs import Costs
-from engine.simulator.program import Encodings
-from engine.simulator.schedule import (
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.simulator.program import Encodings
+from isobatch.engine.simulator.schedule import (
     Action,
     PassKind,
     Schedule,
@@ -14,7 +14,7 @@ from engine.simulator.schedule import (
     one_f_one_b,
     zero_bubble,
 )
-from engine.simulator.stages import StageCosts
+from isobatch.engine.simulator.stages import StageCosts
 
 LETTERS = {
     "F": PassKind.FORWARD,

@@ -1,6 +1,6 @@
 """The routes of one rank, straight from an assignment, as `PlannedRoutes` gives them."""
 
-from engine.dispatching.routes import PlannedRoutes, feature_moves
+from isobatch.engine.dispatching.routes import PlannedRoutes, feature_moves
 
 
 def step_routes(work, features, rank):

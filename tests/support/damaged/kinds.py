@@ -16,31 +16,31 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.config import config_root, load_config, preset_names
-from balance.errors import MediaRejected
-from balance.flops import FlopsModel
-from balance.grouping.caps import GroupOptions
-from balance.media.audio_tokens import plan_audio
-from balance.media.image_tokens import plan_image
-from balance.media.video_rules.base import VideoFacts
-from balance.media.video_tokens import plan_video
-from balance.model_folder.find_model import find_model
-from balance.presets import load_dataset, load_model, model_from_dict, model_to_dict
-from balance.types import COUNT_COLUMNS, Counts
-from engine.cost_model.clusters import load_cluster
-from engine.plan_config import PlanConfig
-from engine.planning.plan import read_plan
-from loaders import StreamingLoader
-from packer.config import BuildConfig
-from packer.count.mixture_sampling import copies_per_sample
-from packer.group import group_files
-from packer.inspect.view import inspect_group
-from packer.progress import StageProgress
-from packer.report.figures import make_report
-from packer.sources.dataset import find_dataset
-from packer.text.chat_tokenizer import ChatTokenizer, Turn
-from packer.verify import require_intact, verify_build
-from shards.manifest import hash_json
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.config import config_root, load_config, preset_names
+from isobatch.common.errors import MediaRejected
+from isobatch.common.types import COUNT_COLUMNS, Counts
+from isobatch.counting.text.chat_tokenizer import ChatTokenizer, Turn
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.plan_config import PlanConfig
+from isobatch.engine.planning.plan import read_plan
+from isobatch.loaders import StreamingLoader
+from isobatch.models.audio_tokens import plan_audio
+from isobatch.models.flops import FlopsModel
+from isobatch.models.folder.find_model import find_model
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.presets import load_dataset, load_model, model_from_dict, model_to_dict
+from isobatch.models.video_rules.base import VideoFacts
+from isobatch.models.video_tokens import plan_video
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.count.mixture_sampling import copies_per_sample
+from isobatch.packer.group import group_files
+from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.sources.dataset import find_dataset
+from isobatch.packer.verify import require_intact, verify_build
+from isobatch.shards.manifest import hash_json
 from support import ROOT
 from support.damaged.changes import (
     ONLY_JSON,

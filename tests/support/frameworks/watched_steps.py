@@ -9,7 +9,7 @@ import os
 import signal
 from itertools import count
 
-from loaders.integrations import hf_trainer
+from isobatch.loaders.integrations import hf_trainer
 
 IDS, KILLED = os.environ.get("WATCHED_IDS"), int(os.environ.get("WATCHED_KILL", "0"))
 make_inputs, train = hf_trainer.model_inputs, hf_trainer.BalancedMixin.training_step

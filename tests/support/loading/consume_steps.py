@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from loaders import MicroBatch, StreamingLoader
+from isobatch.loaders import MicroBatch, StreamingLoader
 from support.builds.shard_fixture import IMAGE_TOKEN
 from support.servers import _die_with_parent
 

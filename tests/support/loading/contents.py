@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from loaders import MicroBatch
+from isobatch.loaders import MicroBatch
 
 
 def content(step):

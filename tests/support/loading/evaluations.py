@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import torch
 
-from balance.types import LABEL_IGNORE, Limits
-from loaders import BalancedLoader, model_inputs
+from isobatch.common.types import LABEL_IGNORE, Limits
+from isobatch.loaders import BalancedLoader, model_inputs
 
 ALONE = Limits(max_seq_len=1, max_vision=0, min_seq_len=1, min_vision=0)
 """Caps that were chosen, and not given: each sample is over them, so a group of its own."""

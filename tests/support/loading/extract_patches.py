@@ -1,7 +1,7 @@
 """The patches of one image, made by the functions that `collate` uses."""
 
-from balance.media.image_tokens import plan_image
-from loaders.decode.pixels import empty_patches, num_rows, patch_memory, write_patches
+from isobatch.loaders.decode.pixels import empty_patches, num_rows, patch_memory, write_patches
+from isobatch.models.image_tokens import plan_image
 
 
 def extract_patches(rule, image, *, exact=False, images_in_sample=1):

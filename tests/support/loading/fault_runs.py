@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples
 from support.loading.contents import content
 

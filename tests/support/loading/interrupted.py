@@ -5,7 +5,7 @@ never closes.
 import sys
 import time
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 
 
 def main() -> None:

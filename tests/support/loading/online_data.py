@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from loaders import BalancedLoader, StreamingLoader
+from isobatch.loaders import BalancedLoader, StreamingLoader
 from support.builds.raw_data import record, write_image
 
 IMAGE_PATCH_TOKENS = 4

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import Sample, _describe
 from support.loading.consume_steps import Given, open_ranks, serve, steps_of

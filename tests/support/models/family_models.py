@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.micro_batch import MicroBatch
 
 IMAGE, START, END, BREAK, VOCAB, SIDE = 5, 7, 8, 9, 64, 28
 AUDIO, HEAR, HEARD, MEL = 4, 3, 2, 8

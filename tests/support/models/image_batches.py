@@ -4,7 +4,7 @@ transformers.
 
 import torch
 
-from loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.micro_batch import MicroBatch
 
 IMAGE, VOCAB, SIDE = 5, 64, 28
 TOKENS_PER_PATCH = {"llava": 16, "internvl": 4}

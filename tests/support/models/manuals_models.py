@@ -7,9 +7,9 @@ from itertools import islice, pairwise
 import torch
 import transformers
 
-from engine.train.models._transformers_files import make_config
-from engine.train.step_source import endless
-from loaders import StreamingLoader
+from isobatch.engine.train.models._transformers_files import make_config
+from isobatch.engine.train.step_source import endless
+from isobatch.loaders import StreamingLoader
 
 MICRO_BATCHES = 2
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.cost_model.costs import NS_PER_MS
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.engine.cost_model.costs import NS_PER_MS
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.types import Counts
+from isobatch.common.types import Counts
 
 IMAGE, CLIP, VOCAB = 0, 1, 23
 TOKENS = {"vision": IMAGE, "audio": CLIP}

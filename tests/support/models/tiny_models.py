@@ -5,7 +5,7 @@ for them.
 import torch
 import transformers
 
-from loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.batch.micro_batch import MicroBatch
 
 IMAGE, VOCAB, SIDE = 5, 64, 28
 NAMES = ("llava", "internvl", "qwen2_vl")

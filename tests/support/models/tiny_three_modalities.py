@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from balance.errors import ConfigError
-from balance.media.audio_tokens import AudioRule
-from balance.media.rules import TilesRule
-from engine.runtime.stage_io import LOSS, Batch, StageTensors
-from engine.train.models.tiny_vlm import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.stage_io import LOSS, Batch, StageTensors
+from isobatch.engine.train.models.tiny_vlm import (
     DEPTH,
     LLM_TOKENS,
     TILE_SIDE,
@@ -29,7 +27,9 @@ from engine.train.models.tiny_vlm import (
     TinyProjector,
     TinyVisionLayer,
 )
-from engine.train.step_source import StepSource
+from isobatch.engine.train.step_source import StepSource
+from isobatch.models.audio_tokens import AudioRule
+from isobatch.models.image_rules import TilesRule
 
 MEL_BINS = 128
 """Bins of a log-mel frame, as Whisper's and `loaders.decode.log_mel`'s."""
@@ -69,7 +69,7 @@ class AudioEncoder(nn.Module):
             -(-len(window) // self.rule.conv_stride) // self.rule.downsample for window in windows
         ]
         # the last token may lack frames, and too few frames at the end give no token
-        # (`balance.media.audio_tokens.plan_audio`)
+        # (`models.audio_tokens.plan_audio`)
         whole = [
             pad(window, (0, 0, 0, joined))[: count * joined]
             for window, count in zip(windows, counts, strict=True)

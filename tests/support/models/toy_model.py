@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
 
 IMAGE, VOCAB = 0, 29
 VIT_TOKENS, PATCH_VALUES, VISION, HIDDEN, HEADS = 4, 12, 8, 16, 2

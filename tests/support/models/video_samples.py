@@ -20,10 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
 
-from balance.media.frame_archive import pack_frames
-from balance.media.image_tokens import plan_image
-from balance.media.rules import AnyresRule, NativeRule, SplitsRule, TilesRule, VisionRule
-from balance.media.video_rules import (
+from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.micro_batch import MicroBatch
+from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.media.frame_archive import pack_frames
+from isobatch.models.image_rules import AnyresRule, NativeRule, SplitsRule, TilesRule, VisionRule
+from isobatch.models.image_tokens import plan_image
+from isobatch.models.video_rules import (
     ClockRule,
     FramesRule,
     GlmVideoRule,
@@ -32,12 +36,8 @@ from balance.media.video_rules import (
     TimestampsRule,
     VideoRule,
 )
-from balance.media.video_tokens import VideoFacts, VideoPlan, plan_video
-from loaders.batch.collate import collate
-from loaders.batch.micro_batch import MicroBatch
-from loaders.config import LoaderConfig
-from loaders.plan.step_plan import StepTotals
-from shards.stored_group import StoredGroup
+from isobatch.models.video_tokens import VideoFacts, VideoPlan, plan_video
+from isobatch.shards.stored_group import StoredGroup
 from support.clips import make_clip
 from support.models.family_models import (
     END,

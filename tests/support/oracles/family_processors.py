@@ -41,7 +41,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from balance.media.rules import (
+from isobatch.models.image_rules import (
     AnyresRule,
     BudgetRule,
     FixedRule,
@@ -52,7 +52,7 @@ from balance.media.rules import (
     SplitsRule,
     VisionRule,
 )
-from balance.presets import load_model
+from isobatch.models.presets import load_model
 
 Size = tuple[int, int]
 """(width, height)"""

@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from balance.grouping import _best_fit_kernel as fit_pass
-from balance.grouping import best_fit as fit
-from balance.rng import GROUPS, random_bits
+from isobatch.balance.grouping import _best_fit_kernel as fit_pass
+from isobatch.balance.grouping import best_fit as fit
+from isobatch.balance.rng import GROUPS, random_bits
 from support.oracles.isf_oracle import shuffle
 
 

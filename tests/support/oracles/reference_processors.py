@@ -28,8 +28,8 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule
-from balance.presets import ModelPreset
+from isobatch.models.image_rules import AnyresRule, FixedRule, NativeRule, TilesRule
+from isobatch.models.presets import ModelPreset
 
 
 class _WithoutVideo:

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from balance.order import regroup as tested
-from balance.rng import WINDOWS, random_bits
+from isobatch.balance.order import regroup as tested
+from isobatch.balance.rng import WINDOWS, random_bits
 from support.oracles.isf_oracle import MASK, mix
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from balance.media.rules import VisionRule
-from balance.media.video_rules import NativeVideoRule, VideoRule
+from isobatch.models.image_rules import VisionRule
+from isobatch.models.video_rules import NativeVideoRule, VideoRule
 from support.clips import Clip
 from support.oracles.video_processors import taken
 

@@ -22,8 +22,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from balance.media.video_rules.base import VideoFacts, VideoPlan
-from balance.presets import MediaMarkup, load_model
+from isobatch.models.presets import MediaMarkup, load_model
+from isobatch.models.video_rules.base import VideoFacts, VideoPlan
 from support.oracles.family_processors import function_of
 
 NAMES = {"math": math, "np": np, "torch": torch, "VideoMetadata": VideoMetadata}

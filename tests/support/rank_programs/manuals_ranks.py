@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
-from engine.runtime.models.transformers_models import from_transformers
-from engine.runtime.models.weights import gather_state_dict, names_of
-from engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.checkpoints.training_state import Progress, load_state, save_state
+from isobatch.engine.runtime.models.transformers_models import from_transformers
+from isobatch.engine.runtime.models.weights import gather_state_dict, names_of
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models.manuals_models import endless, load, make_model, make_optimizer
 
 STEPS, SAVED_BEHIND = 4, 2

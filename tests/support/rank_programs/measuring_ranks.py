@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from balance.errors import ConfigError, IsobatchError
-from engine.cost_model.costs import NS_PER_MS, Costs
-from engine.cost_model.profile_table import profile_to_dict
-from engine.planning.recompute import InfeasiblePlan
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import (
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
+from isobatch.engine.cost_model.profile_table import profile_to_dict
+from isobatch.engine.planning.recompute import InfeasiblePlan
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling.measure_layers import (
     LayerLabels,
     MeasureOptions,
     measure_layers,
 )
-from engine.runtime.profiling.partition_trials import (
+from isobatch.engine.runtime.profiling.partition_trials import (
     TrialOptions,
     TrialStep,
     evidence,

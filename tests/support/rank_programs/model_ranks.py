@@ -10,10 +10,10 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from engine.runtime.communication.collectives import broadcast
-from engine.runtime.models.transformers_models import from_transformers
-from engine.runtime.models.weights import gather_state_dict, names_of
-from engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.communication.collectives import broadcast
+from isobatch.engine.runtime.models.transformers_models import from_transformers
+from isobatch.engine.runtime.models.weights import gather_state_dict, names_of
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models import video_samples
 from support.models.family_models import (
     FAMILIES,

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.cost_model.costs import Costs
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.communication.p2p_schedule import make_p2p_schedule
-from engine.runtime.layer_rng import LayerRng
-from engine.runtime.optimizer.main_weights import MainWeights, main_param
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
-from engine.simulator.simulate import Deadlock
-from engine.simulator.stages import stage_costs
-from engine.tuning.order_times import order_problem
-from engine.tuning.precompute import encode_ahead, frozen_encoder, where_to_encode
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule
+from isobatch.engine.runtime.layer_rng import LayerRng
+from isobatch.engine.runtime.optimizer.main_weights import MainWeights, main_param
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
+from isobatch.engine.simulator.simulate import Deadlock
+from isobatch.engine.simulator.stages import stage_costs
+from isobatch.engine.tuning.order_times import order_problem
+from isobatch.engine.tuning.precompute import encode_ahead, frozen_encoder, where_to_encode
 from support.models.toy_model import freeze, make_batch, make_model, run_alone
 from support.ranks import on_ranks
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from balance.errors import ConfigError, IsobatchError
-from loaders import StepDataset, StorageOptions, StreamingLoader, ranks
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.loaders import StepDataset, StorageOptions, StreamingLoader, ranks
 from support.loading.step_planners import dispatch, repack
 
 
@@ -138,14 +138,15 @@ def resume(said, load):
 
 
 def fail_to_open(said, load, folder):
-    """One rank's build is not there; then all go on to the next."""
+    """One rank's build is not there, or it has a wrong option; then all go on to the next."""
     rank = dist.get_rank()
+    wrong = {"has no build": {"url": folder / "nowhere"}, "has a wrong option": {"balance": 2.0}}
     for victim in (0, 1):
-        name = f"{victim} has no build"
-        if rank == victim:
-            said[name] = begin_unopened(partial(load, folder / "nowhere"))
-        else:
-            begin(said, name, load())
+        for what, options in wrong.items():
+            if rank == victim:
+                said[f"{victim} {what}"] = begin_unopened(partial(load, **options))
+            else:
+                begin(said, f"{victim} {what}", load())
         begin(said, f"{victim} opens another", load())
 
 

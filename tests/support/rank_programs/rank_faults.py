@@ -12,13 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine.charts.trace import KIND_NAMES
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.communication._p2p import P2PQueue
-from engine.runtime.errors import IsobatchError, LossNotFinite
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.stage_io import LayerStack, TensorSpec
-from engine.simulator.simulate import critical_path
+from isobatch.engine.charts.trace import KIND_NAMES
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime.communication._p2p import P2PQueue
+from isobatch.engine.runtime.errors import IsobatchError, LossNotFinite
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.engine.simulator.simulate import critical_path
 from support.models.toy_model import make_batch, make_model, run_alone
 
 

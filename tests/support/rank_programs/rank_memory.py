@@ -7,19 +7,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_names
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.layer_list import layers_of, phases_of
-from engine.cost_model.loads import largest_micro_batch
-from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.profile_table import profile_to_dict
-from engine.planning.plan import PlanRequest
-from engine.runtime.batch_loads import batch_loads
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
-from engine.train.models.tiny_vlm import make_tiny_vlm
+from isobatch.engine.cost_model.analytical import layer_names
+from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.layer_list import layers_of, phases_of
+from isobatch.engine.cost_model.loads import largest_micro_batch
+from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.engine.cost_model.profile_table import profile_to_dict
+from isobatch.engine.planning.plan import PlanRequest
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling.measure_layers import (
+    LayerLabels,
+    MeasureOptions,
+    measure_layers,
+)
+from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
+from isobatch.models.presets import load_model
 
 IMAGE, VOCAB, MICRO_BATCHES, PP = 1, 3_000, 3, 2
 BORDERS = np.array([0, 5, 8])

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.errors import ConfigError, IsobatchError
-from engine.cost_model.costs import Costs
-from engine.planning.adaptive_recompute import OutOfMemory
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.recompute_trials import (
+from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.profiling.recompute_trials import (
     AdaptOptions,
     StepObserver,
     adapt_running,
 )
-from engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
 from support.models.toy_model import make_model, run_alone
 from support.rank_programs.rank_faults import batches_of, make_pipeline
 from support.rank_programs.rank_out_of_memory import gradients_off

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine.runtime.errors import GradientNotFinite
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.train.trainer import run_steps
+from isobatch.engine.runtime.errors import GradientNotFinite
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.train.trainer import run_steps
 from support.models.toy_model import freeze, make_model
 from support.rank_programs.rank_faults import batches_of
 from support.trainers.engine_train import make, parse

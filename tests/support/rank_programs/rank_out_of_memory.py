@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine.planning.adaptive_recompute import OutOfMemory
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 from support.models.toy_model import freeze, make_model, run_alone
 from support.rank_programs.rank_faults import batches_of
 

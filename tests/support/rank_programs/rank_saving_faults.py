@@ -14,9 +14,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from balance.errors import IsobatchError
-from engine.runtime.checkpoints import training_state as saving
-from engine.runtime.checkpoints.training_state import Progress, load_state, newest_state, save_state
+from isobatch.common.errors import IsobatchError
+from isobatch.engine.runtime.checkpoints import training_state as saving
+from isobatch.engine.runtime.checkpoints.training_state import (
+    Progress,
+    load_state,
+    newest_state,
+    save_state,
+)
 from support.models.toy_model import make_model
 from support.rank_programs.rank_faults import batches_of, make_pipeline
 from support.ranks import run_ranks

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from balance.presets import load_model
-from engine.cost_model.analytical import layer_names
-from engine.cost_model.costs import Costs
-from engine.cost_model.layer_list import layers_of, phases_of
-from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import make_profile, write_profile
-from engine.simulator.schedule import PassKind
-from engine.train.models.open_model import open_model
-from loaders import StreamingLoader
+from isobatch.engine.cost_model.analytical import layer_names
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.layer_list import layers_of, phases_of
+from isobatch.engine.cost_model.loads import Loads
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.profile_table import make_profile, write_profile
+from isobatch.engine.simulator.schedule import PassKind
+from isobatch.engine.train.models.open_model import open_model
+from isobatch.loaders import StreamingLoader
+from isobatch.models.presets import load_model
 from support.trainers.engine_train import make, parse, run_steps
 
 TOLERANCE = 1e-6

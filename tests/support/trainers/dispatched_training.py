@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from balance.steps.step_planner import ENCODERS
-from engine.dispatching.dispatch import PHASES, DispatchedSteps, DispatchOptions
-from engine.dispatching.routes import PlannedRoutes
-from engine.runtime.communication.collectives import world_errors
-from engine.runtime.communication.feature_all_to_all import exchange_features
-from engine.runtime.communication.process_groups import sum_gradients
-from engine.train.step_source import endless
-from loaders import StreamingLoader
+from isobatch.balance.steps.step_planner import ENCODERS
+from isobatch.engine.dispatching.dispatch import PHASES, DispatchedSteps, DispatchOptions
+from isobatch.engine.dispatching.routes import PlannedRoutes
+from isobatch.engine.runtime.communication.collectives import world_errors
+from isobatch.engine.runtime.communication.feature_all_to_all import exchange_features
+from isobatch.engine.runtime.communication.process_groups import sum_gradients
+from isobatch.engine.train.step_source import endless
+from isobatch.loaders import StreamingLoader
 from support.models.tiny_three_modalities import make_three_modalities
 
 BALANCED = {"none": (), "encoders": ENCODERS, "all": PHASES}

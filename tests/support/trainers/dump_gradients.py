@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tiny_vlm import accumulate, make_model
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 
 WORLD_SIZE = 4
 
@@ -22,6 +22,7 @@ def dump(build, file):
         dp_world_size=WORLD_SIZE,
         micro_batches_per_step=2,
         loss_normalizer="step",
+        gradients="sum",
     )
     torch.manual_seed(0)
     model = make_model(loader).double()

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 import typer
 
-import engine.cli
-from engine.train.cli import command
-from engine.train.config import MeasureConfig, TrainConfig
-from engine.train.measure import measure
-from engine.train.trainer import make_run, run_steps
-from loaders import StreamingLoader
+import isobatch.engine.cli
+from isobatch.engine.train.cli import command
+from isobatch.engine.train.config import MeasureConfig, TrainConfig
+from isobatch.engine.train.measure import measure
+from isobatch.engine.train.trainer import make_run, run_steps
+from isobatch.loaders import StreamingLoader
 
 __all__ = ["CPU", "main", "make", "measure_here", "parse", "run_steps"]
 
@@ -23,7 +23,7 @@ def main(arguments):
     """`python -m engine train ARGUMENTS`; -> its exit status."""
     before, sys.argv = sys.argv, ["engine", "train", *map(str, arguments)]
     try:
-        engine.cli.main()
+        isobatch.engine.cli.main()
     except SystemExit as end:
         return end.code
     finally:
@@ -48,5 +48,5 @@ def make(config):
 
 def measure_here(arguments):
     """`measure` on ranks that have met, with the fewest runs of a pass."""
-    with mock.patch("engine.runtime.profiling.measure_plan.REPEATS", 2):
+    with mock.patch("isobatch.engine.runtime.profiling.measure_plan.REPEATS", 2):
         measure(parse(arguments, MeasureConfig), StreamingLoader, CPU)

@@ -13,7 +13,7 @@ import torch
 from tiny_internvl import make_internvl
 from transformers import TrainingArguments
 
-from loaders import BalancedLoader, BalancedTrainer
+from isobatch.loaders import BalancedLoader, BalancedTrainer
 from support.loading.online_data import OPTIONS
 from support.trainers.step_gradients import gradients_of_trainer
 

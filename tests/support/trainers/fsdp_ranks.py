@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from tiny_internvl import make_internvl
 from transformers import TrainingArguments
 
-from loaders import BalancedTrainer, StreamingLoader
+from isobatch.loaders import BalancedTrainer, StreamingLoader
 
 MICRO_BATCHES, SAVED = 2, 1
 

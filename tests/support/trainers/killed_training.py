@@ -19,8 +19,8 @@ from accelerate.utils import DistributedType
 from tiny_internvl import make_internvl
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
-from loaders import BalancedLoader
-from loaders.integrations.hf_trainer import BalancedMixin, BalancedTrainer
+from isobatch.loaders import BalancedLoader
+from isobatch.loaders.integrations.hf_trainer import BalancedMixin, BalancedTrainer
 from support import TESTS
 from support.loading.online_data import OPTIONS
 
@@ -65,7 +65,7 @@ def main():
 def make_trainer(kind, folder, out, callbacks):
     rows = json.loads((folder / "rows.json").read_text())
     if kind in ("sft", "lora"):
-        return make_sft(kind, folder, rows, out, callbacks)
+        return make_sft(kind, lambda: open_loader(folder, rows), out, callbacks)
     shards = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}
     args = TrainingArguments(str(out), **COMMON, **(shards if kind == "fsdp" else {}))
     if kind == "fsdp":
@@ -76,18 +76,20 @@ def make_trainer(kind, folder, out, callbacks):
     return BalancedTrainer(model=model, args=args, train_dataset=loader, callbacks=callbacks)
 
 
-def make_sft(kind, folder, rows, out, callbacks):
+def make_sft(kind, opened, out, callbacks, **options):
+    """`opened` gives the loader, after the arguments have found the ranks."""
     from peft import LoraConfig  # noqa: PLC0415  seconds that others need not wait
     from trl import SFTConfig, SFTTrainer  # noqa: PLC0415
 
     class PackedSFT(BalancedMixin, SFTTrainer):
         pass
 
-    args = SFTConfig(str(out), **COMMON, bf16=False, gradient_checkpointing=False)
+    given = COMMON | {"bf16": False, "gradient_checkpointing": False} | options
+    args = SFTConfig(str(out), **given)
+    loader = opened()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TESTS / "data/tokenizers/byte_level")
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    loader = open_loader(folder, rows)
     return PackedSFT(
         model=make_internvl(loader),
         args=args,

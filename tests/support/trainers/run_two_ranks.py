@@ -18,7 +18,7 @@ import train_lightning
 from accelerate import Accelerator
 from tiny_internvl import make_internvl
 
-from loaders import StreamingLoader
+from isobatch.loaders import StreamingLoader
 
 WORLD_SIZE, MICRO_BATCHES = 2, 2
 
@@ -67,7 +67,7 @@ def accelerate(build, out, steps, rate):
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=rate))
     for batches in islice(loader, steps):
         optimizer.zero_grad()
-        train_accelerate.train_step(accelerator, model, plain.config, batches)
+        train_accelerate.train_step(accelerator, model, batches)
         optimizer.step()
     return plain.state_dict()
 

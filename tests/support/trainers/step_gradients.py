@@ -4,7 +4,7 @@ import torch
 from tiny_internvl import make_internvl
 from transformers import TrainerCallback, TrainingArguments
 
-from loaders import BalancedLoader, BalancedTrainer, model_inputs
+from isobatch.loaders import BalancedLoader, BalancedTrainer, model_inputs
 from support.loading.evaluations import each_alone
 
 FLOAT64 = {"max_tokens": 300, "pixel_dtype": torch.float64}

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.planning.search._bounds import layer_sums, range_bounds, window_steps
-from engine.simulator.evaluate import evaluate
+from isobatch.engine.planning.search._bounds import layer_sums, range_bounds, window_steps
+from isobatch.engine.simulator.evaluate import evaluate
 from support.cases import draws, for_each
 from support.costs.random_costs import instance, random_borders
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.cost_model.costs import Costs
-from engine.planning.partition import by_step_time
-from engine.planning.recompute import InfeasiblePlan, RecomputeChooser
-from engine.planning.search import branch_and_bound, local_search
-from engine.planning.search._stage_choices import MOST_COMBINED
-from engine.planning.search.branch_and_bound import MOST_WHOLE, anchors, search_exact
-from engine.planning.search.limits import MOST_WINDOWS, SearchLimits
-from engine.planning.search.local_search import PartitionEvaluator
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.simulator.schedule import make_schedule
+from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.planning.partition import by_step_time
+from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser
+from isobatch.engine.planning.search import branch_and_bound, local_search
+from isobatch.engine.planning.search._stage_choices import MOST_COMBINED
+from isobatch.engine.planning.search.branch_and_bound import MOST_WHOLE, anchors, search_exact
+from isobatch.engine.planning.search.limits import MOST_WINDOWS, SearchLimits
+from isobatch.engine.planning.search.local_search import PartitionEvaluator
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.schedule import make_schedule
 from support.cases import draws, for_each
 from support.costs.random_costs import SHAPES, instance, peak, random_model, vlm
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from engine.planning.search._windows import (
+from isobatch.engine.planning.search._windows import (
     Windows,
     best_chain,
     chain_bounds,
@@ -12,7 +12,7 @@ from engine.planning.search._windows import (
     join,
     prune,
 )
-from engine.planning.search.local_search import NEVER
+from isobatch.engine.planning.search.local_search import NEVER
 from support.cases import for_each
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.runtime.backward.deferred_weights import DeferredWeights
-from engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.cpu_memory import LiveBytes
 from support.cases import for_each
 
 

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from balance.errors import ConfigError, DataError
-from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.checkpoints import _state_folders as state_folders
-from engine.runtime.checkpoints.training_state import (
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.engine.runtime.checkpoints import _state_folders as state_folders
+from isobatch.engine.runtime.checkpoints.training_state import (
     PROGRESS_NAME,
     Progress,
     load_state,
     newest_state,
     save_state,
 )
-from engine.runtime.optimizer.main_weights import MainWeights, main_param
-from engine.runtime.pipeline import Pipeline, PipelineOptions
+from isobatch.engine.runtime.optimizer.main_weights import MainWeights, main_param
+from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support import TESTS
 from support.models import toy_model
 from support.models.toy_model import freeze, make_batch, run_alone

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from engine.runtime.checkpoints.training_state import load_state, newest_state
+from isobatch.engine.runtime.checkpoints.training_state import load_state, newest_state
 from support import TESTS, child_env
 from support.models.toy_model import make_model
 from support.rank_programs.rank_saving_faults import damage, fail_while_saving, lose

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from papers.dispatch_times import phase_volumes
 
-from balance.errors import ConfigError
-from balance.steps.step_planner import StepAssignment, StepRequest, check_assignment
-from balance.types import Groups
-from engine.dispatching.dispatch import DispatchedSteps, DispatchOptions
-from engine.runtime.communication.feature_all_to_all import exchange_features
+from isobatch.balance.steps.step_planner import StepAssignment, StepRequest, check_assignment
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Groups
+from isobatch.engine.dispatching.dispatch import DispatchedSteps, DispatchOptions
+from isobatch.engine.runtime.communication.feature_all_to_all import exchange_features
 from support.costs.step_routes import step_routes
 from support.models.three_modalities import TOKENS, counts_of, deliver, draw, make_model, run_alone
 from support.ranks import on_ranks

@@ -5,9 +5,9 @@ from graphlib import TopologicalSorter
 import numpy as np
 import pytest
 
-from balance.errors import ConfigError
-from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
-from engine.simulator.schedule import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
+from isobatch.engine.simulator.schedule import (
     SCHEDULES,
     Action,
     PassKind,
@@ -15,7 +15,7 @@ from engine.simulator.schedule import (
     make_schedule,
     one_f_one_b,
 )
-from engine.simulator.simulate import Deadlock
+from isobatch.engine.simulator.simulate import Deadlock
 from support.cases import for_each
 
 GRADS = (True, False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.runtime.communication import _p2p
-from engine.runtime.communication._p2p import P2PQueue
-from engine.runtime.stage_executor import StageExecutor
+from isobatch.engine.runtime.communication import _p2p
+from isobatch.engine.runtime.communication._p2p import P2PQueue
+from isobatch.engine.runtime.stage_executor import StageExecutor
 from support.rank_programs.rank_cases import Case, run_case
 from support.ranks import on_ranks
 

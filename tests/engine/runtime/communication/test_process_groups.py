@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.runtime.communication.process_groups import sum_gradients
+from isobatch.engine.runtime.communication.process_groups import sum_gradients
 from support.ranks import run_ranks
 
 SHAPES = [(3,), (4, 5), (40, 2), (1,), (7,)]

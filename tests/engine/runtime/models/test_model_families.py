@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 from transformers import vision_utils
 
-from balance.errors import ConfigError
-from engine.runtime.models.image_grids import interpolated_places, window_order
-from engine.runtime.models.transformers_models import from_transformers
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.models.image_grids import interpolated_places, window_order
+from isobatch.engine.runtime.models.transformers_models import from_transformers
 from support.cases import record
 from support.models.family_models import make_family_batch, make_family_model, run_family_alone
 from support.models.video_samples import alone, make_samples, make_video_model, packed

@@ -7,11 +7,11 @@ pytest.importorskip("transformers")
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from balance.presets import load_model
-from engine.cost_model.layer_list import layers_of
-from engine.cost_model.parallel import Parallelism
-from engine.runtime.models.preset_from_model import preset_from_model
-from engine.runtime.models.transformers_models import from_transformers
+from isobatch.engine.cost_model.layer_list import layers_of
+from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.runtime.models.preset_from_model import preset_from_model
+from isobatch.engine.runtime.models.transformers_models import from_transformers
+from isobatch.models.presets import load_model
 from support.models.family_models import make_family_model
 from support.models.tiny_models import NAMES, make_model
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.models import token_loss
-from engine.runtime.models.token_loss import loss_sum, next_labels
+from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.models import token_loss
+from isobatch.engine.runtime.models.token_loss import loss_sum, next_labels
 
 
 def random_batch(generator, tokens, vocabulary):

@@ -5,14 +5,14 @@ with both.
 import numpy as np
 import pytest
 
-from engine.cost_model.costs import NS_PER_MS
-from engine.cost_model.profile_table import (
+from isobatch.engine.cost_model.costs import NS_PER_MS
+from isobatch.engine.cost_model.profile_table import (
     profile_from_dict,
     profiled_costs,
     read_profile,
     write_profile,
 )
-from engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 from support.models.measured_models import loads_of, rows
 from support.rank_programs.measuring_ranks import (
     COUNTS,

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from balance.errors import ConfigError
-from balance.presets import load_model
-from engine.runtime.batch_loads import batch_loads
-from engine.runtime.profiling._probe_batches import (
+from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.batch_loads import batch_loads
+from isobatch.engine.runtime.profiling._probe_batches import (
     SHARES,
     first_samples,
     largest_batches,
     probe_batches,
 )
+from isobatch.models.presets import load_model
 from support.cases import for_each
 from support.models import video_samples
 from support.models.image_batches import IMAGE, make_batch

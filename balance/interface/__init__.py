@@ -1,1 +1,0 @@
-"""What commands and pages share: options, error lines, Ctrl-C, the HTML document."""

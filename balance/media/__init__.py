@@ -1,1 +1,0 @@
-"""Media -> tokens: sizes of images, lengths of clips, headers that tell them."""

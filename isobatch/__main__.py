@@ -1,0 +1,15 @@
+"""Entry point of the `isobatch` command and of `python -m isobatch`."""
+
+from isobatch.common.interrupts import quit_on_interrupt
+
+
+def main() -> None:
+    """Load the command and run it."""
+    quit_on_interrupt()
+    from isobatch.cli import main as run  # noqa: PLC0415 - this is what takes long
+
+    run()
+
+
+if __name__ == "__main__":  # not in a worker process, which loads this file too
+    main()

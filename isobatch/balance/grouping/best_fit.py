@@ -1,0 +1,273 @@
+"""The default grouping: complete each group with the samples that fit best.
+
+ISF fills groups in random order and filters. Here the sample or pair that fills a group best
+completes it (`balance.grouping._best_fit_kernel`); then the worst groups, and a few others, are
+made again, round after round, wherever that takes no more groups (ruin and recreate: Schrimpf et
+al. 2000). A part of the samples tells how to weigh the caps, and which go first (`FitStrategy`).
+
+AI2D + ChartQA (30,730 samples, 4,096 tokens): at 15 patches 7,967 groups in .1 s, where the bound
+is 7,939 and 50 ISF iterations give 8,064; from 10 to 16 patches within .4 % of the bound. Large
+sets are grouped in windows drawn evenly from all samples; what a window cannot complete goes into
+the next. 1.2 million samples take .25 s, 100 million 22 s and, held as uint8 and uint16, 1.4 GB
+with the result. Pure: the same loads and seed give the same groups on every machine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isobatch.balance.grouping._best_fit_kernel import FillRules, run_pass
+from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
+from isobatch.balance.rng import GROUPS, random_bits
+from isobatch.common.types import Groups, IntArray, Limits, index_dtype
+
+DEFAULT_ROUNDS = 60
+"""AI2D + ChartQA, 15 patches: 7,982 groups by 6 rounds, 7,975 by 20, 7,967 by 60, 7,964 by 600."""
+WINDOW_SAMPLES = 1 << 15
+"""Enough for exact fits, and few enough for the second-level cache."""
+WINDOW_GROUPS = 512
+"""Groups that a window makes at least, so that the few that it cannot complete do not count."""
+PASSED_ON = 8
+"""1 / share of a window's samples, and of its groups, the worst, that go into the next window."""
+TRIAL_SAMPLES, TRIAL_ROUNDS, FINALISTS = 1 << 12, 6, 2
+"""All strategies are tried on so many samples, the best two of them on a window."""
+LEAST_SHARE = 0.02
+"""Share of the groups, the worst, that a round dissolves at least, and as many at random."""
+ACTIVE = 0.5
+"""Strategies weigh resources that are needed at least so much, relative to the scarcest."""
+SCORE_BITS, FRACTION_BITS = 22, 20
+"""Bits of the score of a full group, and of the weights that turn loads into scores."""
+BUCKET_BITS = 12
+"""A table of 4,096 buckets stays in the first-level cache."""
+FIRST_TOLERANCE = 1 << 10
+"""Score that a complete group may lack, to begin with: one token of 4,096."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStrategy:
+    """How to choose a group's samples: how resources are weighed, and which samples go first."""
+
+    weights: tuple[int, ...]
+    """Score per unit of each resource, times 2 ** FRACTION_BITS."""
+    rules: FillRules
+
+    def scores(self, packing: PackedLoads, samples: IntArray) -> NDArray[np.int32]:
+        """Weighted sum of each sample's loads; a group full in all that counts has `cap_score`."""
+        total = np.zeros(len(samples), np.int64)
+        for resource, weight in zip(packing.resources, self.weights, strict=True):
+            if weight:
+                total += resource.load[samples].astype(np.int64) * weight
+        return (total >> FRACTION_BITS).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Groups of one window: group g holds the next `sizes[g]` of `samples`."""
+
+    samples: IntArray
+    sizes: NDArray[np.int32]
+    slacks: NDArray[np.int32]
+    """Score that each lacks to be full in every resource that its strategy weighs."""
+    left: IntArray
+    """Samples that are in no group."""
+    tolerance: int
+
+    def split(self, dissolved: NDArray[np.bool_]) -> "tuple[_Made, IntArray]":
+        """The groups that stay, and the samples of those that are dissolved."""
+        moves, stays = np.repeat(dissolved, self.sizes), ~dissolved
+        kept = self.samples[~moves], self.sizes[stays], self.slacks[stays]
+        return _Made(*kept, self.left, self.tolerance), self.samples[moves]
+
+    def worst(self, count: int) -> NDArray[np.bool_]:
+        """Which are the `count` groups with the most slack; fewer, if several tie for the last."""
+        border = len(self.slacks) - 1 - count
+        return self.slacks > (np.partition(self.slacks, border)[border] if border >= 0 else -1)
+
+
+def group_best_fit(
+    vision: Load,
+    tokens: Load,
+    limits: Limits,
+    *,
+    seed: int,
+    rounds: int = DEFAULT_ROUNDS,
+    also: Sequence[Resource] = (),
+) -> Groups:
+    """Group samples under both caps, and those of `also`, into as few groups as can be found.
+
+    `vision` and `tokens` are the samples' loads, shape (num_samples,), in the unit of
+    `limits.max_vision` and in LLM tokens; the filter targets do not matter. Every sample ends in
+    exactly one group. `rounds` is the effort, shared among the windows of a large set, so that time
+    stays linear; in one window, from 6 on, more rounds never need more groups. Raises ValueError
+    for a sample that is over a cap by itself.
+
+    >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
+    >>> groups = group_best_fit(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
+    >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
+    [[0, 3], [1], [2]]
+    """
+    return _group(PackedLoads.of(resources_of(vision, tokens, limits, also)), seed, rounds)
+
+
+def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
+    if rounds < 0:
+        raise ValueError(f"rounds is {rounds}; give 0 or more")
+    num_samples = len(packing.resources[0].load)
+    if num_samples == 0:
+        return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
+    num_windows = _num_windows(packing)
+    rounds, draw = rounds // num_windows, _draw(num_samples, num_windows, seed)
+    strategy = _best_strategy(packing, draw(0), seed, rounds)
+    samples = np.empty(num_samples, index_dtype(num_samples))
+    sizes, done = [np.zeros(1, np.int32)], 0
+    left, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
+    for number in range(num_windows):
+        window = np.concatenate([left, draw(number)])
+        if number == num_windows - 1:
+            made = _make_well(packing, strategy, window, seed, number, rounds)
+        else:
+            # the next window gets the samples that are left and those of the worst groups
+            keep, bits = len(window) // PASSED_ON, _bits(seed, number)
+            made = _make(packing, strategy, window, bits, tolerance, keep)
+            made, weak = made.split(made.worst(len(made.sizes) // PASSED_ON))
+            left, tolerance = np.concatenate([made.left, weak]), made.tolerance
+        samples[done : done + len(made.samples)] = made.samples
+        done += len(made.samples)
+        sizes.append(made.sizes)
+    return Groups(samples, np.cumsum(np.concatenate(sizes), dtype=np.int64))
+
+
+def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: int) -> FitStrategy:
+    """Of the two that make the fewest groups of a part of all samples, the better on a window."""
+    num_samples, rounds = len(packing.resources[0].load), min(rounds, TRIAL_ROUNDS)
+    trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
+
+    def num_groups(strategy: FitStrategy, samples: IntArray) -> int:
+        return len(_make_well(packing, strategy, samples, seed, 0, rounds).sizes)
+
+    every = sorted(_all_strategies(packing), key=partial(num_groups, samples=trial))
+    return min(every[:FINALISTS], key=partial(num_groups, samples=window))
+
+
+def _all_strategies(packing: PackedLoads) -> list[FitStrategy]:
+    """Each scarce resource alone or all weighed equally, with three ways to choose samples."""
+    caps = [resource.cap for resource in packing.resources]
+    needs = [total / max(cap, 1) for total, cap in zip(_sums(packing), caps, strict=True)]
+    active = [f for f, need in enumerate(needs) if caps[f] and need >= ACTIVE * max(needs)]
+    shares = [{field: 1.0} for field in reversed(active)]
+    if len(active) > 1:
+        shares.append(dict.fromkeys(active, 1 / len(active)))
+    orders = ((False, False), (False, True), (True, True))
+    return [_strategy(packing, share, *order) for share, order in product(shares, orders)]
+
+
+def _strategy(
+    packing: PackedLoads, shares: dict[int, float], seed_largest: bool, greedy: bool
+) -> FitStrategy:
+    full = 1 << SCORE_BITS + FRACTION_BITS
+    caps = [resource.cap for resource in packing.resources]
+    weights = tuple(int(shares.get(f, 0) * full) // max(cap, 1) for f, cap in enumerate(caps))
+    cap_score = sum(map(mul, weights, caps)) >> FRACTION_BITS
+    rules = FillRules(
+        cap=np.uint64(packing.cap),
+        guard=np.uint64(packing.guard),
+        cap_score=cap_score,
+        bucket_shift=max(0, cap_score.bit_length() - BUCKET_BITS),
+        seed_largest=seed_largest,
+        greedy=greedy,
+    )
+    return FitStrategy(weights=weights, rules=rules)
+
+
+def _num_windows(packing: PackedLoads) -> int:
+    by_samples = len(packing.resources[0].load) // WINDOW_SAMPLES
+    return max(1, min(by_samples, _fewest(packing) // WINDOW_GROUPS))
+
+
+def _draw(num_samples: int, num_windows: int, seed: int) -> Callable[[int], IntArray]:
+    """Window number -> its samples, int64: one of each `num_windows` consecutive ones.
+
+    So each window is like the whole, also where samples are sorted by source or length.
+    """
+    starts = np.arange(0, num_samples, num_windows)
+    shifts = (random_bits(len(starts), seed, GROUPS) % np.uint64(num_windows)).astype(np.int64)
+
+    def window(number: int) -> IntArray:
+        drawn = starts + (number + shifts) % num_windows
+        return drawn[drawn < num_samples]
+
+    return window
+
+
+def _bits(seed: int, window: int, turn: int = 0, count: int = 1) -> NDArray[np.uint64]:
+    return random_bits(count, seed, GROUPS, epoch=1 + window, place=turn)
+
+
+def _make(
+    packing: PackedLoads,
+    strategy: FitStrategy,
+    window: IntArray,
+    bits: NDArray[np.uint64],
+    tolerance: int,
+    keep: int = 0,
+) -> _Made:
+    """Groups of the samples of a window, one pass, until at most `keep` samples are left."""
+    loads = packing.pack(window), strategy.scores(packing, window)
+    places, ends, slacks, tolerance = run_pass(*loads, strategy.rules, bits[0], tolerance, keep)
+    grouped, members = int(ends[-1]) if len(ends) else 0, window[places]
+    sizes = np.diff(ends, prepend=np.int32(0))
+    return _Made(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
+
+
+def _make_well(
+    packing: PackedLoads,
+    strategy: FitStrategy,
+    window: IntArray,
+    seed: int,
+    number: int,
+    rounds: int,
+) -> _Made:
+    """Groups of all samples of a window: each round makes the worst again, unless that is worse.
+
+    Rounds dissolve 2/3, 2/4, 2/5, ... of the groups. Of as many groups, those are better whose
+    slack is less even: some full, and some with much left.
+    """
+    made = _make(packing, strategy, window, _bits(seed, number), FIRST_TOLERANCE)
+    fewest = _fewest(packing, window)
+    for turn in range(1, rounds + 1):
+        if len(made.sizes) <= fewest:
+            break
+        # dissolve the worst groups, and a few at random
+        num_random = 1 + int(len(made.sizes) * LEAST_SHARE)
+        bits = _bits(seed, number, turn, 1 + num_random)
+        dissolved = made.worst(max(num_random, 2 * len(made.sizes) // (2 + turn)))
+        dissolved[(bits[1:] % np.uint64(len(made.sizes))).astype(np.int64)] = True
+        # make groups of their samples, and keep these unless they are worse
+        stays, loose = made.split(dissolved)
+        again = _make(packing, strategy, loose, bits, made.tolerance)
+        if _value(again.slacks) >= _value(made.slacks[dissolved]):
+            samples = np.concatenate([stays.samples, again.samples])
+            sizes = np.concatenate([stays.sizes, again.sizes])
+            slacks = np.concatenate([stays.slacks, again.slacks])
+            made = _Made(samples, sizes, slacks, made.left, again.tolerance)
+    return made
+
+
+def _value(slacks: NDArray[np.int32]) -> tuple[int, int]:
+    """More is better: fewer groups, then more uneven slack."""
+    return -len(slacks), int(np.square(slacks, dtype=np.int64).sum())
+
+
+def _fewest(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> int:
+    """Least number of groups of `samples` that any grouping can have, by each resource alone."""
+    sums = zip(_sums(packing, samples), packing.resources, strict=True)
+    return max(-(-total // max(resource.cap, 1)) for total, resource in sums)
+
+
+def _sums(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> list[int]:
+    return [int(r.load[samples].sum(dtype=np.int64)) for r in packing.resources]

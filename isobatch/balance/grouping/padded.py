@@ -1,0 +1,162 @@
+"""Groups of a window for batches that are padded: samples of similar length.
+
+For loaders that feed models without attention over packed samples. Sorted by length, samples are
+cut into as few batches as possible, and of such cuts into one with the least padding, by dynamic
+programming over the ends of batches. Without the vision cap no other grouping has fewer batches, or
+as many with less padding: taking a batch's samples from neighbours never makes one longer.
+
+A batch's cost is its rows times its longest sample. AI2D + ChartQA, 4,096 tokens, windows of 2,048
+samples: .04 % padding, and 13.8 % more batches than packing needs, since three samples of 1,366
+tokens do not fit. Evening out vision among neighbours cost more padding than it balanced, so that
+is left to the order. Pure; integers only. 2,048 samples take a millisecond.
+"""
+
+import math
+from bisect import bisect_left
+
+import numba
+import numpy as np
+
+from isobatch.balance.grouping.window import WAITING_SHARE
+from isobatch.balance.metrics import longest
+from isobatch.balance.rng import PLANNED, random_permutation
+from isobatch.common.types import Groups, IntArray, Limits
+
+FULL, SEVERAL, LEAST_BATCHES = 0.9, 2, 64
+"""A chosen token cap fills batches with samples by so much, holds so many on average, and leaves so
+many batches of those that it is chosen by.
+"""
+MULTIPLES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
+"""Token caps that are tried, in longest samples."""
+FREE = 0.005
+"""Share of batches that a chosen vision cap may cost."""
+
+
+def choose_padded_limits(
+    vision: IntArray,
+    tokens: IntArray,
+    *,
+    max_tokens: int | None,
+    max_vision: int | None,
+    vision_unit: str,
+) -> tuple[Limits, list[str]]:
+    """Caps of padded batches of such samples, as far as none is given; and why, in lines.
+
+    The least tokens under which batches are `FULL` of samples, else the ones under which they are
+    fullest; then the least vision that costs no batches.
+    """
+    rows = np.argsort(-tokens, kind="stable")
+    longest_one, free = max(1, int(tokens.max(initial=0))), int(vision.sum())
+
+    def num_batches(q_t: int, q_v: int) -> int:
+        limits = _caps(q_t, q_v, vision_unit)
+        return max(1, len(_cut(rows, vision[rows], tokens[rows], limits)))
+
+    q_v = free if max_vision is None else max_vision
+    sizes = [max_tokens] if max_tokens else [int(each * longest_one) for each in MULTIPLES]
+    numbers = {q_t: num_batches(q_t, q_v) for q_t in sizes}
+    tried = [q_t for q_t in sizes if q_t == sizes[0] or numbers[q_t] >= LEAST_BATCHES]
+    fills = {q_t: int(tokens.sum()) / (q_t * numbers[q_t]) for q_t in tried}
+    full = [q for q in tried if fills[q] >= FULL and numbers[q] * SEVERAL <= len(rows)]
+    q_t = full[0] if full else max(tried, key=lambda each: fills[each])
+    if max_vision is None:
+        most = int(numbers[q_t] * (1 + FREE))
+        allowed = range(int(vision.max(initial=0)), free + 1)
+        q_v = allowed[bisect_left(allowed, x=True, key=lambda each: num_batches(q_t, each) <= most)]
+    limits = _caps(q_t, q_v, vision_unit)
+    rule = "your max_tokens" if max_tokens else f"{q_t / longest_one:.3g} x the longest sample"
+    vision_rule = "the least that costs no batches" if max_vision is None else "your max_vision"
+    count = num_batches(q_t, q_v)
+    each, fill = len(rows) / count, int(tokens.sum()) / (count * q_t)
+    most_vision = f"{q_v} {limits.unit} ({vision_rule})" if q_v else "no images"
+    return limits, [
+        f"caps: {q_t} tokens with padding ({rule}), {most_vision}",
+        f"padded batches: {each:,.1f} samples each on average, {fill:.1%} full of samples",
+    ]
+
+
+def group_padded(
+    vision: IntArray,
+    tokens: IntArray,
+    limits: Limits,
+    *,
+    seed: int,
+    place: tuple[int, int] = (0, 0),
+    is_last: bool = True,
+) -> tuple[Groups, IntArray]:
+    """Padded batches in random order, each with its longest sample first; samples that wait, int64.
+
+    As `balance.grouping.window.group_window`, but `max_seq_len` holds for the rows of a batch times
+    its longest sample. Those wait that have the most padding, or rows to spare.
+
+    >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=9, min_vision=9)
+    >>> groups, waiting = group_padded(
+    ...     np.zeros(5, int), np.array([5, 9, 3, 12, 5]), limits, seed=0, is_last=False
+    ... )
+    >>> sorted(groups[g].tolist() for g in range(len(groups))), waiting.tolist()
+    ([[0, 4], [1], [3]], [2])
+    """
+    is_over = (vision > limits.max_vision) | (tokens > limits.max_seq_len)
+    over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)
+    rows = rows[np.argsort(-tokens[rows], kind="stable")]
+    batches = _cut(rows, vision[rows], tokens[rows], limits)
+    fills = _fills(batches, vision, tokens, limits)
+    count = 0 if is_last else min(math.ceil(len(batches) * WAITING_SHARE), len(batches) - 1)
+    by_fill = np.argsort(fills, kind="stable")
+    waiting = batches.take(by_fill[: max(0, count)]).samples
+    kept = batches.take(np.sort(by_fill[max(0, count) :]))
+    sizes = np.concatenate([kept.sizes, np.ones(len(over), np.int64)])
+    groups = Groups(np.concatenate([kept.samples, over]), np.concatenate([[0], np.cumsum(sizes)]))
+    return groups.take(random_permutation(len(groups), seed, PLANNED, *place)), waiting
+
+
+def _caps(q_t: int, q_v: int, vision_unit: str) -> Limits:
+    """Caps without targets of their own."""
+    return Limits(
+        max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t, min_vision=q_v, vision_unit=vision_unit
+    )
+
+
+def _cut(rows: IntArray, vision: IntArray, tokens: IntArray, limits: Limits) -> Groups:
+    """Samples `rows`, the longest first, as batches of neighbours; each alone is within caps."""
+    offsets = _cheapest_cut(
+        vision.astype(np.int64), tokens.astype(np.int64), limits.max_vision, limits.max_seq_len
+    )
+    return Groups(rows, offsets)
+
+
+def _fills(batches: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -> IntArray:
+    """How far each batch is from another row: its tokens or vision, of 2**16 that it could have."""
+    length = longest(batches, tokens)
+    room = limits.max_seq_len // np.maximum(length, 1) * length
+    fill = (batches.sum(tokens) << 16) // np.maximum(room, 1)
+    vision_fill = (batches.sum(vision) << 16) // max(1, limits.max_vision)
+    return np.asarray(np.maximum(fill, vision_fill))
+
+
+@numba.njit(cache=True, nogil=True)
+def _cheapest_cut(vision, tokens, max_vision, max_tokens):  # type: ignore[no-untyped-def]
+    """Offsets of the fewest batches that fit, int64, of those with the least area.
+
+    `tokens` fall, so a batch is as long as its first sample; each sample fits alone.
+    """
+    num_samples = len(tokens)
+    # of the samples from each place on: batches, area, and where the first batch ends
+    counts, areas = np.zeros(num_samples + 1, np.int64), np.zeros(num_samples + 1, np.int64)
+    ends = np.zeros(num_samples + 1, np.int64)
+    for start in range(num_samples - 1, -1, -1):
+        seen, end = 0, start
+        while end < num_samples:
+            seen += vision[end]
+            end += 1
+            area = tokens[start] * (end - start)
+            if area > max_tokens or seen > max_vision:
+                break
+            count, area = 1 + counts[end], area + areas[end]
+            is_fewer = count < counts[start] or end == start + 1
+            if is_fewer or (count == counts[start] and area < areas[start]):
+                counts[start], areas[start], ends[start] = count, area, end
+    offsets = np.zeros(counts[0] + 1, np.int64)
+    for batch in range(counts[0]):
+        offsets[batch + 1] = ends[offsets[batch]]
+    return offsets

@@ -1,0 +1,66 @@
+"""Groups of a window of a stream of samples: the emptiest groups wait.
+
+For loaders that pack while they train. A window of a random order is grouped by itself; what does
+not fill groups joins the next window, so that a small window packs as tightly as a large one. Pure.
+"""
+
+import math
+
+import numpy as np
+
+from isobatch.balance.grouping.even_out import group_balanced
+from isobatch.balance.rng import PLANNED, random_permutation
+from isobatch.common.types import Groups, IntArray, Limits
+
+WAITING_SHARE = 0.03
+"""Share of a window's groups, the emptiest ones, whose samples wait for the next window."""
+
+
+def group_window(
+    vision: IntArray,
+    tokens: IntArray,
+    limits: Limits,
+    *,
+    seed: int,
+    place: tuple[int, int] = (0, 0),
+    is_last: bool = True,
+) -> tuple[Groups, IntArray]:
+    """Groups of about equal loads in random order, and the samples that wait, int64.
+
+    `vision` and `tokens` are the samples' loads, shape (num_samples,). A sample over a cap is a
+    group of its own. `place` is the epoch and the window, for the order; after the last window
+    nothing waits.
+
+    >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=9, min_vision=9)
+    >>> groups, waiting = group_window(
+    ...     np.zeros(5, int), np.array([5, 5, 10, 3, 12]), limits, seed=0, is_last=False
+    ... )
+    >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups))), waiting.tolist()
+    ([[0, 3], [2], [4]], [1])
+    """
+    is_over = (vision > limits.max_vision) | (tokens > limits.max_seq_len)
+    over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)
+    loads = vision[rows], tokens[rows]
+
+    def keep(groups: Groups) -> Groups:
+        """All but the emptiest."""
+        fills = [
+            groups.sum(load) / max(1, cap)
+            for load, cap in zip(loads, (limits.max_vision, limits.max_seq_len), strict=True)
+        ]
+        count = 0 if is_last else min(math.ceil(len(groups) * WAITING_SHARE), len(groups) - 1)
+        by_fill = np.argsort(np.maximum(*fills), kind="stable")
+        return groups.take(np.sort(by_fill[count:]))
+
+    made = group_balanced(*loads, limits, seed=seed, keep=keep) if len(rows) else _no_groups()
+    left = np.setdiff1d(np.arange(len(rows)), made.samples)
+    sizes = np.concatenate([made.sizes, np.ones(len(over), np.int64)])
+    all_groups = Groups(
+        np.concatenate([rows[made.samples], over]), np.concatenate([[0], np.cumsum(sizes)])
+    )
+    order = random_permutation(len(all_groups), seed, PLANNED, *place)
+    return all_groups.take(order), rows[left]
+
+
+def _no_groups() -> Groups:
+    return Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))

@@ -1,0 +1,219 @@
+"""Batches to ranks, so that no rank sends much to other nodes.
+
+The problem of OrchMLLM's Algorithm 3, solved without an integer program. Post-balancing says which
+examples form a batch, not which rank runs it. Links inside a node are fast, so a node should keep
+the batches that its own ranks hold much of; what counts is the rank that sends most to other nodes.
+Pure and deterministic: every rank computes it.
+
+In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
+the batches that its ranks need, always for the rank that sends most: the smallest example that
+covers what is above the target, else the largest. A full node swaps batches
+(`balance.steps._node_swaps`); one that still sends more goes first in all later attempts, so most
+targets out of reach fail at the first node. At the end each batch that nobody needed goes to the
+node of its largest example. benchmarks/post_balancing.py has times, and the gap to a proven bound
+(an integer program for one node alone).
+"""
+
+import numba
+import numpy as np
+
+from isobatch.balance.steps._node_swaps import (
+    FREE,
+    Placement,
+    StepExamples,
+    improve,
+    node_sends,
+    place,
+    shares,
+)
+from isobatch.balance.steps.post_balancing import as_batches
+from isobatch.common.types import IntArray
+
+PRECISION = 256
+"""The bisection ends when the target is known to 1/256."""
+ATTEMPTS = 5
+"""Attempts at a target, each with the node at which the last one failed in front."""
+MAX_SWAPS = 32
+"""Exchanges of batches in one attempt at most, to bound the time: some 20 us each, usually few."""
+REACH = 8
+"""Exchanges are worth trying up to 1/8 above the target."""
+
+
+def place_batches(
+    lengths: IntArray, batches: IntArray, source_offsets: IntArray, *, ranks_per_node: int
+) -> IntArray:
+    """Rank of each batch for a small largest inter-node send (OrchMLLM, Algorithm 3).
+
+    `lengths` are tokens, `batches` the batch of each example as `balance.steps.post_balancing`
+    gives it, both rank after rank: rank r holds the examples `source_offsets[r]` to
+    `source_offsets[r + 1]`. There are as many batches as ranks. A node is `ranks_per_node` ranks in
+    a row, the last may be fewer. Returns a permutation, int64, shape (num_ranks,): batch b moves to
+    rank `result[b]`, in its node the one that holds most of it; examples to `result[batches]`.
+
+    >>> lengths, batches = np.array([9, 1, 8, 2]), np.array([2, 0, 1, 3])
+    >>> place_batches(lengths, batches, np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
+    array([1, 2, 0, 3])
+    """
+    given = (lengths, batches, source_offsets)
+    lengths, batches, source_offsets = (np.ascontiguousarray(each, np.int64) for each in given)
+    num_ranks = len(source_offsets) - 1
+    _check(lengths, batches, source_offsets, ranks_per_node)
+    if len(lengths) == 0:
+        return np.arange(num_ranks)
+    ranks_per_node = min(ranks_per_node, num_ranks)
+    members = as_batches(batches, num_ranks)
+    step = StepExamples(lengths, batches, source_offsets, members.offsets, members.samples)
+    # tokens that each rank holds
+    loads = np.diff(np.concatenate([[0], np.cumsum(lengths)])[source_offsets])
+    heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
+    # batches that ranks need, then all others, then the ranks inside each node
+    found, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
+    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, found)
+    node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
+    _fill(step, found, np.repeat(node_of_rank, np.diff(source_offsets)))
+    return np.asarray(_ranks_inside(step, found), dtype=np.int64)
+
+
+def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
+    num_ranks = len(offsets) - 1
+    if ranks_per_node < 1 or num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
+    equal = len(lengths) == len(batches) == offsets[-1]
+    if not equal or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to"
+            f" {offsets[-1]}; give one of each per example, and ascending offsets from 0"
+        )
+    in_range = not len(batches) or 0 <= batches.min() <= batches.max() < num_ranks
+    if not in_range or lengths.min(initial=0) < 0:
+        raise ValueError(
+            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
+            f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
+        )
+
+
+def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
+    num_nodes = -(-len(loads) // ranks_per_node)
+    members = np.full((num_nodes, ranks_per_node), FREE)
+    taken = np.zeros(num_nodes, np.int64)
+    return Placement(np.full(len(loads), FREE), members, taken, loads.copy())
+
+
+@numba.njit(cache=True)
+def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-def]
+    """Bisect the target; sets `found` to the placement of the least one that was reached.
+
+    Most of its batches may be free. Targets are tried on `draft`, at first in the order `nodes`.
+    """
+    low, high = np.int64(0), loads.max()
+    while high - low > high // PRECISION:
+        target = (low + high) // 2
+        failed = len(nodes)
+        for _ in range(ATTEMPTS):
+            if failed > 0:
+                failed = _cover(step, draft, loads, nodes, target)
+        if failed < 0:
+            high = draft.sends.max()
+            found.node_of[:], found.members[:] = draft.node_of, draft.members
+            found.taken[:], found.sends[:] = draft.taken, draft.sends
+        else:
+            low = target + 1
+
+
+@numba.njit(cache=True)
+def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-def]
+    """Place batches so that no rank sends more than `target`, node after node of `nodes`.
+
+    -1 if that succeeds; else the place in `nodes` of the one that failed, which moves to the front.
+    """
+    placement.node_of[:], placement.members[:], placement.taken[:] = FREE, FREE, 0
+    placement.sends[:] = loads
+    swaps = np.int64(MAX_SWAPS)
+    # again, if swaps left an earlier node above the target
+    while placement.sends.max() > target:
+        for at, node in enumerate(nodes):
+            swaps = _serve(step, placement, node, target, swaps)
+            if swaps < 0:
+                nodes[1 : at + 1] = nodes[:at].copy()
+                nodes[0] = node
+                return at
+    return -1
+
+
+@numba.njit(cache=True)
+def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def]
+    """Give a node batches until no rank sends more than `target`; -> swaps left, -1 if stuck."""
+    first, sends = node_sends(placement, node)
+    while True:
+        rank = first + sends.argmax()
+        need = sends.max() - target
+        if need <= 0:
+            return swaps
+        example = -1
+        if placement.taken[node] < len(sends):
+            example = _smallest_cover(step, placement, rank, need)
+        if example >= 0:
+            place(step, placement, step.batches[example], node, placement.taken[node])
+            placement.taken[node] += 1
+        elif swaps > 0 and need <= target // REACH and improve(step, placement, rank, target):
+            swaps -= 1
+        else:
+            return -1
+
+
+@numba.njit(cache=True)
+def _smallest_cover(step, placement, rank, need):  # type: ignore[no-untyped-def]
+    """Smallest example >= `need` of `rank` in a free batch, else the largest; -1 if no tokens."""
+    best, tokens = -1, np.int64(0)
+    for example in range(step.offsets[rank], step.offsets[rank + 1]):
+        length = step.lengths[example]
+        better = tokens < length if tokens < need else need <= length < tokens
+        if better and placement.node_of[step.batches[example]] < 0:
+            best, tokens = example, length
+    return best
+
+
+@numba.njit(cache=True)
+def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
+    """Each free batch to the node of its largest example that has a slot, else to any.
+
+    `nodes` are the examples'. Takes from no rank, so `placement.sends` is not updated.
+    """
+    slots = np.full(len(placement.taken), placement.members.shape[1])
+    slots[-1] -= placement.members.size - len(placement.sends)
+    left, any_node = slots - placement.taken, 0
+    for batch in range(len(placement.node_of)):
+        if placement.node_of[batch] >= 0:
+            continue
+        best, tokens = -1, np.int64(-1)
+        for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
+            node = nodes[example]
+            if step.lengths[example] > tokens and left[node] > 0:
+                best, tokens = node, step.lengths[example]
+        if best < 0:
+            while left[any_node] == 0:
+                any_node += 1
+            best = any_node
+        placement.node_of[batch], placement.members[best, placement.taken[best]] = best, batch
+        placement.taken[best] += 1
+        left[best] -= 1
+
+
+@numba.njit(cache=True)
+def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
+    """Rank of each batch: per node the (slot, rank) with most tokens first, ties to the lowest."""
+    ranks_per_node = placement.members.shape[1]
+    ranks = np.empty(len(placement.node_of), np.int64)
+    # (slot, rank in node); -1 when given
+    held = np.empty((ranks_per_node, ranks_per_node), np.int64)
+    for node in range(len(placement.members)):
+        first, sends = node_sends(placement, node)
+        held[:] = -1
+        for slot in range(len(sends)):
+            shares(step, placement.members[node, slot], first, held[slot, : len(sends)])
+        for _ in range(len(sends)):
+            best = held.argmax()
+            slot, local = best // ranks_per_node, best % ranks_per_node
+            ranks[placement.members[node, slot]] = first + local
+            held[slot, :], held[:, local] = -1, -1
+    return ranks

@@ -1,0 +1,1 @@
+"""What the three products share: errors, config, types, lines of commands."""

@@ -1,0 +1,119 @@
+"""Options of a question, as lettered lines after it (`Reading.choices`). Pure.
+
+For `counting.records.schemas`, before it looks for a schema. With "letters", a question column
+whose record has `options` or `choices` (a list, an object of letters and texts, or a text that is
+such a list in JSON or as Python prints it, as MMMU's) or columns `A`, `B`, ... (MMBench) gets a
+line for each: "A. cat". The answer stays as it is, except that a whole number that is the place of
+an option (from 0, as ScienceQA's) becomes its letter. With "report" none of these keys is read.
+"""
+
+import ast
+import json
+import string
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isobatch.counting.records.fields import Fields
+from isobatch.counting.records.media import SampleProblem
+from isobatch.counting.records.reading import Reading
+from isobatch.counting.records.record import is_deep
+
+CHOICE_KEYS = ("options", "choices")
+LETTERS = tuple(string.ascii_uppercase)
+LETTER_KEYS = LETTERS[:10]
+"""Columns of one option each."""
+_MOST_CHARACTERS = 100_000
+"""Of a text that holds a list: Python's own reader takes a hundred bytes for each."""
+
+
+def with_choices(record: Fields, questions: Sequence[tuple[str, str]], reading: Reading) -> Fields:
+    """A record whose question has its options; as it is with "report", or if it has none.
+
+    `questions`: keys of a question and its answer. SampleProblem (`bad_turn`) for options that are
+    no texts, or an answer that is the number of none.
+    """
+    if reading.choices == "report":
+        return record
+    keys = next((keys for keys in questions if _has_texts(record, keys)), None)
+    options = _options(record) if keys is not None else {}
+    if keys is None or not options:
+        return record
+    question, answer = keys
+    lines = [f"{letter}. {text}" for letter, text in options.items()]
+    values = {question: "\n".join([record[question], *lines])}
+    given = record[answer]
+    if isinstance(given, int) and not isinstance(given, bool):
+        if not 0 <= given < len(options):
+            bad = f"`{answer}` is {given}, and there are {len(options)} options (from 0)"
+            raise SampleProblem("bad_turn", bad)
+        values[answer] = list(options)[given]
+    return record.overlaid(values)
+
+
+def _has_texts(record: Fields, keys: tuple[str, str]) -> bool:
+    question, answer = keys
+    if question not in record or answer not in record:
+        return False
+    return isinstance(record.peek(question), str) and record.peek(answer) is not None
+
+
+def _options(record: Fields) -> dict[str, str]:
+    """Letter -> text; empty if the record has none."""
+    for key in CHOICE_KEYS:
+        given = _parsed(record[key], key) if key in record else None
+        if given is not None and given not in ([], {}):
+            return _lettered(given, key)
+    found = {}
+    for letter in LETTER_KEYS:
+        if letter not in record or record[letter] is None:
+            break
+        found[letter] = record[letter]
+    return _lettered(found, "A") if len(found) > 1 else {}
+
+
+def _lettered(given: Any, key: str) -> dict[str, str]:
+    if isinstance(given, Mapping):
+        # a table's column of objects has nulls where a record has fewer letters
+        options = {str(name): text for name, text in given.items() if text is not None}
+        if set(options) == {"label", "text"} and all(isinstance(x, list) for x in options.values()):
+            given = options["text"]  # ARC's
+        else:
+            return {name: _text(text, key) for name, text in options.items()}
+    if not isinstance(given, list):
+        raise SampleProblem("bad_turn", f"`{key}` is a {type(given).__name__}, not a list of texts")
+    if len(given) > len(LETTERS):
+        raise SampleProblem("bad_turn", f"`{key}` has {len(given)} options; at most {len(LETTERS)}")
+    return dict(zip(LETTERS, (_text(text, key) for text in given), strict=False))
+
+
+def _text(given: Any, key: str) -> str:
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return str(given)
+    if not isinstance(given, str):
+        raise SampleProblem("bad_turn", f"`{key}` holds a {type(given).__name__}, not a text")
+    return given
+
+
+def _parsed(given: Any, key: str) -> Any:
+    """A list or an object that is given as a text; other values as they are."""
+    if not isinstance(given, str):
+        return given
+    if not given.strip():
+        return None
+    bad = SampleProblem("bad_turn", f"`{key}` is the text {given[:40]!r}, not a list of options")
+    if len(given) > _MOST_CHARACTERS:
+        raise bad
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError):
+        try:
+            with warnings.catch_warnings():  # of escapes that Python does not know
+                warnings.simplefilter("ignore")
+                value = ast.literal_eval(given.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            raise bad from None
+    # NumPy prints lists without commas, which Python reads as one text
+    if not isinstance(value, list | tuple | dict) or len(value) == 1 or is_deep(value):
+        raise bad
+    return list(value) if isinstance(value, tuple) else value

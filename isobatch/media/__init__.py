@@ -1,0 +1,1 @@
+"""Files of images, videos and sounds: what counting and decoding share."""

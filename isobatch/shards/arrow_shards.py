@@ -1,0 +1,309 @@
+"""Arrow shards, written and read: IPC files with a record batch per group.
+
+So a group is one contiguous range: a slice of a memory map locally, one ranged GET remotely, and no
+copy until an image is decoded. With refs, paths replace the bytes of images and audio files.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+from numpy.typing import NDArray
+
+from isobatch.common.errors import DataError, first_line
+from isobatch.common.types import IntArray
+from isobatch.media.frame_archive import pack_frames
+from isobatch.shards.arrow.record_batch import ArrowLayout, RecordBatchMessage
+from isobatch.shards.stored_group import (
+    EXTRAS,
+    NO_EXTRAS,
+    NO_NUMBERS,
+    NO_RATES,
+    ByteRange,
+    Contents,
+    ExtraType,
+    ExtraTypes,
+    GroupBytes,
+    Int32Array,
+    MediaReader,
+    MissingFile,
+    PackedBlock,
+    PackedFiles,
+    StoredGroup,
+    closed_on_error,
+    frame_paths,
+)
+
+BUFFER_BYTES = 1 << 20
+"""Write buffer: a group's message is some forty small pieces."""
+MAGIC_BYTES = 8
+"""Magic and padding before the schema of an IPC file."""
+
+MOST_FILE_BYTES = (1 << 31) - 1
+"""Of the images and videos of a group, and of its audio: offsets in them are int32."""
+
+_INTS = pa.list_(pa.int32())
+_BYTES = pa.list_(pa.binary())
+_PATHS = pa.list_(pa.string())
+_RATES = pa.list_(pa.float64())
+_EXTRAS: dict[ExtraType, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int64": pa.int64(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "list<int64>": pa.list_(pa.int64()),
+    "list<double>": pa.list_(pa.float64()),
+    "json": pa.string(),
+}
+
+
+def shard_schema(*, refs: bool, videos: bool = False, extras: ExtraTypes = NO_EXTRAS) -> pa.Schema:
+    """Columns of a shard; `videos`: some of the build's images are videos."""
+    columns: list[Any] = [
+        ("sample_id", pa.string()),
+        ("input_ids", _INTS),
+        ("labels", _INTS),
+        ("image_paths", _PATHS) if refs else ("images", _BYTES),
+        ("image_widths", _INTS),
+        ("image_heights", _INTS),
+        ("audio_paths", _PATHS) if refs else ("audios", _BYTES),
+        ("audio_lengths", _INTS),
+    ]
+    if videos:
+        columns += [("image_frames", _INTS), ("image_rates", _RATES)]
+    if extras:
+        fields = [(name, _EXTRAS[kind]) for name, kind in extras.items()]
+        columns.append((EXTRAS, pa.struct(fields)))
+    return pa.schema(columns)
+
+
+# --- writing ---
+
+
+class ArrowShardWriter:
+    """Writes one Arrow shard."""
+
+    def __init__(
+        self, path: Path, *, refs: bool, videos: bool = False, extras: ExtraTypes = NO_EXTRAS
+    ) -> None:
+        self._refs, self._videos, self._extras = refs, videos, extras
+        self._schema = shard_schema(refs=refs, videos=videos, extras=extras)
+        self._file = pa.output_stream(str(path), compression=None, buffer_size=BUFFER_BYTES)
+        self._writer = pa.ipc.new_file(self._file, self._schema)
+
+    def add(self, block: PackedBlock) -> list[ByteRange]:
+        """Append each group as one record batch; a range is its encapsulated IPC message."""
+        batch = self._batch(block)
+        with closed_on_error(self._file):
+            # slices of the whole block: the writer cuts all columns to them
+            return [
+                self._write(batch.slice(first, last - first))
+                for first, last in pairwise(block.group_offsets.tolist())
+            ]
+
+    def _write(self, part: pa.RecordBatch) -> ByteRange:
+        self._writer.write_batch(part)
+        # measured from the end: before the first message the writer puts the schema as well
+        length = pa.ipc.get_record_batch_size(part)
+        return self._file.tell() - length, length
+
+    def _batch(self, block: PackedBlock) -> pa.RecordBatch:
+        images, audios = block.images, block.audios
+        columns = [
+            pa.array(block.sample_ids, pa.string()),
+            _lists(block.token_offsets, block.input_ids),
+            _lists(block.token_offsets, block.labels),
+            self._files(images),
+            _lists(images.offsets, images.numbers["width"]),
+            _lists(images.offsets, images.numbers["height"]),
+            self._files(audios),
+            _lists(audios.offsets, audios.numbers["length"]),
+        ]
+        if self._videos:
+            columns.append(_lists(images.offsets, images.numbers["num_frames"]))
+            columns.append(_lists(images.offsets, images.numbers["rate"], _RATES))
+        if self._extras:
+            columns.append(self._extra_columns(block))
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _files(self, files: PackedFiles) -> pa.ListArray:
+        values = pa.array(files.paths, pa.string()) if self._refs else _binaries(files)
+        return pa.ListArray.from_arrays(pa.array(files.offsets, pa.int32()), values)
+
+    def _extra_columns(self, block: PackedBlock) -> pa.StructArray:
+        arrays, to_json = [], partial(json.dumps, ensure_ascii=False)
+        for name, kind in self._extras.items():
+            values = block.extras[name]
+            if kind == "json":
+                values = [None if each is None else to_json(each) for each in values]
+            arrays.append(pa.array(values, _EXTRAS[kind]))
+        return pa.StructArray.from_arrays(arrays, fields=list(self._schema.field(EXTRAS).type))
+
+    def close(self) -> None:
+        """Write the footer and close the file."""
+        with closed_on_error(self._file):
+            self._writer.close()
+            self._file.close()
+
+
+def _binaries(files: PackedFiles) -> pa.BinaryArray:
+    """The content as an array of binaries, which it is already: no copy. DataError above 2 GiB."""
+    if (num_bytes := int(files.content_offsets[-1])) > MOST_FILE_BYTES:
+        advice = "use --format webdataset or refs, or a smaller --max-seq-len or --max-vision"
+        raise DataError(f"a group of an Arrow shard holds 2 GiB, not {num_bytes:,} bytes: {advice}")
+    offsets = pa.array(files.content_offsets, pa.int32()).buffers()[1]
+    buffers = [None, offsets, pa.py_buffer(files.content)]
+    return pa.Array.from_buffers(pa.binary(), len(files.paths), buffers)
+
+
+def _lists(offsets: IntArray, values: NDArray[Any], kind: pa.DataType = _INTS) -> pa.ListArray:
+    borders, numbers = pa.array(offsets, pa.int32()), pa.array(values, kind.value_type)
+    return pa.ListArray.from_arrays(borders, numbers, type=kind)
+
+
+# --- reading ---
+
+
+def read_schema(head: bytes | GroupBytes) -> pa.Schema:
+    """Columns of a shard that begins with `head`: all before its first group.
+
+    Raises pa.ArrowException, OSError or ValueError if it is no Arrow file, or no shard.
+    """
+    schema = pa.ipc.read_schema(pa.BufferReader(head[MAGIC_BYTES:]))
+    known = [*shard_schema(refs=False), *shard_schema(refs=True, videos=True)]
+    if strangers := [field.name for field in schema if field not in known]:
+        raise ValueError(f"columns that no shard has: {strangers[0]!r}")
+    return schema
+
+
+def schema_problem(head: bytes | pa.Buffer) -> str:
+    """Why `head` is not the beginning of a shard; empty if it is."""
+    try:
+        read_schema(head)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        return f"no Arrow file ({first_line(error)})"
+    return ""
+
+
+def decode_arrow(
+    content: GroupBytes, layout: ArrowLayout, where: str, media: MediaReader | None
+) -> StoredGroup:
+    """The samples of a record batch (an encapsulated IPC message); `media` reads the files of refs.
+
+    Images, audio and tokens are views into `content`. DECODE_ERRORS if it is damaged.
+    """
+    batch = RecordBatchMessage(content, layout)
+    borders, sample_ids = batch.borders, tuple(batch.texts("sample_id"))
+    tokens = borders["input_ids"]
+    if borders["labels"] != tokens:
+        raise ValueError("tokens and labels do not belong together")
+    source = media, sample_ids, where
+    images, names, image_samples, (widths, heights, *video) = _files(batch, "image", *source)
+    image_sizes = np.empty((len(heights), 2), np.int32)
+    image_sizes[:, 0], image_sizes[:, 1] = heights, widths
+    audio: dict[str, Any] = {}
+    if borders.get("audio_lengths", (0,))[-1]:
+        audios, _, audio_samples, (lengths,) = _files(batch, "audio", *source)
+        audio = {"audios": audios, "audio_samples": audio_samples, "audio_lengths": lengths}
+    cu_seqlens = np.array(tokens, np.int32)
+    return StoredGroup(
+        where=where,
+        sample_ids=sample_ids,
+        input_ids=batch.numbers("input_ids"),
+        labels=batch.numbers("labels"),
+        cu_seqlens=cu_seqlens - tokens[0] if tokens[0] else cu_seqlens,
+        images=images,
+        image_sizes=image_sizes,
+        image_samples=image_samples,
+        image_names=names,
+        extras=_extras(content, layout) if layout.extras else NO_EXTRAS,
+        **audio,
+        **dict(zip(_VIDEO_NUMBERS, video, strict=False)),
+    )
+
+
+def _extras(content: GroupBytes, layout: ArrowLayout) -> dict[str, list[Any]]:
+    column = pa.ipc.read_record_batch(content, layout.schema).column(EXTRAS)
+    # damaged offsets would otherwise be followed outside of the buffer
+    column.validate(full=True)
+    extras = {}
+    for place, (name, kind) in enumerate(layout.extras.items()):
+        values = column.field(place).to_pylist()
+        if kind == "json":
+            values = [None if each is None else json.loads(each) for each in values]
+        extras[name] = values
+    return extras
+
+
+_VIDEO_NUMBERS = "image_frames", "image_rates"
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "image": ("image_widths", "image_heights", *_VIDEO_NUMBERS),
+    "audio": ("audio_lengths",),
+}
+"""Columns of numbers that are stored with the files of a kind; a build may be without videos'."""
+
+
+def _files(
+    batch: RecordBatchMessage,
+    kind: str,
+    media: MediaReader | None,
+    sample_ids: tuple[str, ...],
+    where: str,
+) -> tuple[Contents, Sequence[str], Int32Array, list[Any]]:
+    """Images or audio files of a batch, their paths (refs), samples and numbers."""
+    name = f"{kind}s" if media is None else f"{kind}_paths"
+    borders, numbers = batch.borders[name], []
+    for number in filter(batch.borders.__contains__, _NUMBERS[kind]):
+        if batch.borders[number] != borders:
+            raise ValueError(f"{kind} files and their numbers do not belong together")
+        none = NO_RATES if number == "image_rates" else NO_NUMBERS
+        numbers.append(batch.numbers(number, none))
+    owners = _owners(borders)
+    if not len(owners):
+        return (), (), owners, numbers
+    if media is None:
+        return batch.files(name), (), owners, numbers
+    paths = [str(path, "utf-8") for path in batch.files(name)]
+    contents = _read_refs(media, paths, [sample_ids[place] for place in owners], where)
+    return contents, paths, owners, numbers
+
+
+def _read_refs(
+    media: MediaReader, paths: Sequence[str], owners: Sequence[str], where: str
+) -> Contents:
+    """The files at paths; of a list of images, their archive."""
+    lists = [frame_paths(path) for path in paths]
+    if not any(lists):
+        return media.read(paths, owners, where)
+    names = [frames or [path] for path, frames in zip(paths, lists, strict=True)]
+    whose = [owner for owner, own in zip(owners, names, strict=True) for _ in own]
+    found, contents = iter(media.read([*chain(*names)], whose, where)), []
+    for frames, own in zip(lists, names, strict=True):
+        files = [*islice(found, len(own))]
+        missing = [each for each in files if isinstance(each, MissingFile)]
+        contents.append(pack_frames(files) if frames and not missing else (missing or files)[0])
+    return contents
+
+
+def _owners(borders: tuple[int, ...]) -> Int32Array:
+    """The row of each value of a list column.
+
+    >>> _owners((0, 2, 2, 3)).tolist()
+    [0, 0, 2]
+    """
+    if borders == _COUNTED[: len(borders)]:
+        return _ROWS[: len(borders) - 1]  # one each, as mostly
+    # a list: for few samples NumPy takes longer
+    rows = [row for row, (a, b) in enumerate(pairwise(borders)) for _ in range(b - a)]
+    return np.array(rows, np.int32)
+
+
+_COUNTED = tuple(range(1024))
+_ROWS: Int32Array = np.arange(len(_COUNTED), dtype=np.int32)
+_ROWS.flags.writeable = False  # it is shared

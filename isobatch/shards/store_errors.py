@@ -1,0 +1,188 @@
+"""Errors of object stores: what a store answers -> one line for the user.
+
+obstore puts status, code and cause into the text of a few exception types: it is read here. Pure.
+"""
+
+import errno
+import re
+from dataclasses import dataclass
+
+from isobatch.common.errors import ConfigError, DataError, first_line
+
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Scheme of a URI -> variables that credentials come from."""
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
+"""Scheme of a URI -> variable that names another server than the provider's own."""
+_WRONG_REGION = "the bucket is in another region: set AWS_REGION"
+_NO_SUCH_BUCKET = "no such bucket: create it, or correct the name"
+_BUCKET_CODES = ("<Code>NoSuchBucket", "<Code>ContainerNotFound", "specified bucket does not exist")
+_CREDENTIAL_CODES = (
+    *("AuthenticationFailed", "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId"),
+    *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
+)
+"""Codes of S3 and Azure; some stores send them with status 400."""
+_CAUSES = (r'message: \\?"([^"\\]+)', r'(failed to lookup address[^"\\]*)', "(TimedOut)")
+_METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
+_BUSY = frozenset({408, 425, 429})
+PAST_END = 416
+"""Status for a range after the end of an object, and for any range of an empty one."""
+
+
+def status_of(message: str) -> int:
+    """HTTP status of a refusal; 0 if there was no answer.
+
+    >>> status_of("Server returned non-2xx status code: 503 Service Unavailable")
+    503
+    """
+    match = re.search(r"(?:non-2xx status code: |\(code: )(\d{3})", message)
+    return int(match[1]) if match else 0
+
+
+def _code_of(message: str) -> str:
+    """The store's own code, such as `AccessDenied`; empty if it sent none.
+
+    >>> _code_of("403 Forbidden: <Error><Code>AccessDenied</Code></Error>")
+    'AccessDenied'
+    """
+    match = re.search(r"<Code>(\w+)</Code>", message)
+    return match[1] if match else ""
+
+
+def _reason(message: str) -> str:
+    return _code_of(message) or str(status_of(message))
+
+
+def _answer(message: str) -> str:
+    return f"{status_of(message)} {_code_of(message)}".rstrip()
+
+
+def _cause_of(message: str) -> str:
+    """The operating system's or the resolver's own words, which obstore hides in its debug text."""
+    for pattern in _CAUSES:
+        if match := re.search(pattern, message):
+            return match[1].strip()
+    return message.strip().partition("\n")[0].rpartition(" - ")[2]
+
+
+def _scheme(uri: str) -> str:
+    return uri.partition("://")[0]
+
+
+def _identity_problem(message: str, variables: str) -> str | None:
+    """What is wrong with the credentials in `variables`, if the store does not know who asks."""
+    if any(host in message.partition("\n")[0] for host in _METADATA_SERVICE):
+        # a cloud's own machines are asked for credentials when there are none in the environment
+        return f"no credentials: set {variables}"
+    if status_of(message) == 401 or _code_of(message) in _CREDENTIAL_CODES:
+        return f"the store refuses the credentials ({_reason(message)}): check {variables}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request failed."""
+
+    text: str
+    """What is wrong and what to do, without the name of the object or place."""
+    is_of_place: bool = False
+    """Whether the whole place cannot be used: bucket, credentials, or no way to reach it."""
+    is_passing: bool = False
+    """Whether the same request may succeed later."""
+    is_missing: bool = False
+    """Whether there is no such object."""
+    is_damage: bool = False
+    """Whether an answer came, with wrong bytes."""
+    is_past_end: bool = False
+    """Whether the object is shorter than the range that was asked for."""
+
+
+def explain(uri: str, error: Exception) -> Refusal:
+    """What an error of obstore's means."""
+    message = str(error)
+    status, variables = status_of(message), CREDENTIALS.get(_scheme(uri), "the URL")
+    if any(code in message for code in _BUCKET_CODES):
+        return Refusal(_NO_SUCH_BUCKET, is_of_place=True)
+    if isinstance(error, FileNotFoundError) or status in {404, 410}:
+        return Refusal("is missing", is_missing=True)
+    if status == PAST_END:
+        return Refusal("ends before the range that was asked for", is_past_end=True)
+    if problem := _identity_problem(message, variables):
+        return Refusal(problem, is_of_place=True)
+    if status == 403:
+        advice = f"check {variables} and their right to read"
+        return Refusal(f"access denied ({_reason(message)}): {advice}")
+    return _explain_server(uri, status, message)
+
+
+def _explain_server(uri: str, status: int, message: str) -> Refusal:
+    if "range" in message.lower() and "not supported" in message.lower():
+        return Refusal("the server ignores byte ranges; serve the build from one that honours them")
+    if 300 <= status < 400:
+        return Refusal(_WRONG_REGION, is_of_place=True)
+    if status >= 500 or status in _BUSY:
+        advice = "check its health, or try again when it has recovered"
+        text = f"the store fails ({_answer(message)}): {advice}"
+    elif status:
+        return Refusal(f"the store answers {_answer(message)}")
+    else:
+        endpoint = _ENDPOINTS.get(_scheme(uri), "the URL")
+        text = f"cannot be reached ({_cause_of(message)}): check the network and {endpoint}"
+    return Refusal(text, is_of_place=True, is_passing=True)
+
+
+def no_obstore(uri: str) -> ConfigError:
+    """The package is missing."""
+    return ConfigError(f"{uri}: object stores need obstore: pip install 'isobatch[cloud]'")
+
+
+def wrong_options(uri: str, error: Exception) -> ConfigError:
+    """The environment's settings for the store cannot be used."""
+    variables = CREDENTIALS.get(_scheme(uri))
+    return ConfigError(f"{uri}: {first_line(error)}" + (f": set {variables}" if variables else ""))
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether the store knows who asks, and does not allow it."""
+    return status_of(str(error)) == 403 and _identity_problem(str(error), "") is None
+
+
+def place_problem(uri: str, error: Exception) -> DataError | None:
+    """What is wrong with the whole place, if the error says so."""
+    refusal = explain(uri, error)
+    return DataError(f"{uri}: {refusal.text}") if refusal.is_of_place else None
+
+
+def denied(uri: str, error: Exception) -> DataError:
+    """Access denied to a place that cannot be listed either."""
+    return DataError(
+        f"{uri}: access denied ({_reason(str(error))}): check {CREDENTIALS[_scheme(uri)]}; they "
+        "need the right to list the bucket too, without which a store does not tell a missing "
+        "object from a forbidden one"
+    )
+
+
+def object_problem(name: str, error: Exception) -> OSError:
+    """What is wrong with one object."""
+    message = str(error)
+    if status_of(message) in {401, 403}:
+        return PermissionError(errno.EACCES, f"access denied ({_reason(message)})", name)
+    if status_of(message) == 412:
+        return OSError(errno.ESTALE, "was replaced while it was read", name)
+    return OSError(errno.EIO, f"the store answers {_answer(message)}", name)
+
+
+def list_problem(uri: str, error: Exception) -> DataError:
+    """Why a place could not be listed."""
+    return place_problem(uri, error) or DataError(f"{uri}: cannot be listed: {first_line(error)}")
+
+
+def write_problem(uri: str, error: Exception) -> DataError:
+    """Why something could not be written."""
+    if is_denied(error):
+        advice = "the credentials need the right to write and delete there"
+        return DataError(f"{uri}: access denied ({_reason(str(error))}): {advice}")
+    return place_problem(uri, error) or DataError(f"{uri}: cannot be written: {first_line(error)}")
