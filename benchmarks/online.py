@@ -164,7 +164,7 @@ class Measured:
     def choose_limits(self, samples: IntArray) -> Limits:
         return self._data.limits
 
-    def within(self, samples: IntArray, limits: Limits) -> IntArray:
+    def within(self, samples: IntArray) -> IntArray:
         return samples
 
 

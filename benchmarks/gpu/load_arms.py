@@ -201,6 +201,7 @@ def _arguments(arm: Arm, folder: str, *, on_gpu: bool) -> TrainingArguments:
     if arm.batches is not None:
         workers = {"dataloader_num_workers": 8, "dataloader_prefetch_factor": 2}
         workers |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+        workers |= {"dataloader_multiprocessing_context": "fork"}  # templates can't be pickled
         if not on_gpu:
             workers |= {"dataloader_num_workers": 1}
     return TrainingArguments(

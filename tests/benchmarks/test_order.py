@@ -34,12 +34,12 @@ def test_the_random_dist_ratio_is_that_of_many_random_steps():
 
 def test_it_prints_a_row_per_method_and_says_what_is_missed(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["order.py", "--samples", "400", "--dp", "8"])
-    monkeypatch.setattr(order, "PAIRS", 0.1)
+    monkeypatch.setattr(order, "MEETING", -1)
     assert order.main() == 1
     shown = capsys.readouterr().out
     assert shown.count("bound, random order") == 4
     assert shown.count(order.DEFAULT) == 4
-    assert "x chance at dp 8" in shown
+    assert "meet again at dp 8" in shown
 
 
 def test_regrouping_prints_a_row_per_window_and_counts_pairs_right(capsys, monkeypatch):

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
@@ -34,7 +35,7 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
         micro_batches=micro_batches,
         seed=5,
         remainder="drop",
-        balance=0.5,
+        balance=DEFAULT_BALANCE,
     )
     (opened,) = open_builds([demo_build])
     plans = Steps(StoredGroups(opened), config).plan(num_steps)

@@ -22,6 +22,7 @@ from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.models.tiny_three_modalities import make_three_modalities
 from support.ranks import on_ranks
 from support.trainers.dispatched_training import (
+    BALANCE,
     accumulate,
     gather,
     make_run,
@@ -173,6 +174,7 @@ def _one_process(build):
         "micro_batches_per_step": MICRO_BATCHES,
         "seed": SEED,
         "audio": "features",
+        "balance": BALANCE,
         "check_ranks": False,
     }
     ranks = [StreamingLoader(build, dp_rank=rank, **given) for rank in range(RANKS)]

@@ -11,6 +11,7 @@ from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from isobatch.common.types import COUNT_COLUMNS
@@ -40,6 +41,11 @@ class Counted:
     rejected: list
     never_read: dict = field(default_factory=dict)
     num_bytes = 1
+    has_videos = False
+
+    @property
+    def table(self):
+        return pa.record_batch({"sample_id": [str(index) for index in self.indices.tolist()]})
 
 
 class Counter:
