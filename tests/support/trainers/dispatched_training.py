@@ -17,7 +17,7 @@ from isobatch.loaders import StreamingLoader
 from support.models.tiny_three_modalities import make_three_modalities
 
 BALANCE = 0.5
-"""Of the loader: steps are less even than by default, so that the planner has something to even out."""
+"""Of the loader: less than the default, so that the planner has something to even out."""
 BALANCED = {"none": (), "encoders": ENCODERS, "all": PHASES}
 
 
