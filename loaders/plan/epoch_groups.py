@@ -100,7 +100,7 @@ class StoredGroups:
         """`place`: the build's place among the loader's builds, as of all classes here."""
         self.builds: Sequence[PlannedBuild] = [build]
         self.identity: dict[str, object] = {"manifest_hash": build.manifest.hash, "regroup": None}
-        self.num_samples = build.manifest.num_packed
+        self.num_samples: int | None = build.manifest.num_packed
         self._place = place
 
     def __len__(self) -> int:
@@ -215,7 +215,7 @@ class ChosenGroups:
             "regroup": None,
             "samples": choice_digest(chosen),
         }
-        self.num_samples = int(np.count_nonzero(chosen))
+        self.num_samples: int | None = int(np.count_nonzero(chosen))
         groups = pack_chosen(build, chosen)
         self._groups = SampleGroups([build.samples], groups, place)
 
@@ -276,7 +276,7 @@ class Regrouped:
             "regroup": {"window_groups": window_groups},
         }
         self._stored = pack_chosen(build, chosen)
-        self.num_samples = build.manifest.num_packed
+        self.num_samples: int | None = build.manifest.num_packed
         if chosen is not None:
             self.identity["samples"] = choice_digest(chosen)
             self.num_samples = int(np.count_nonzero(chosen))

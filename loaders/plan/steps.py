@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -207,7 +207,7 @@ class Steps:
         """IsobatchError unless the steps since the epoch began here had every sample once."""
         begun, ended, source = self._begun, self._stream, self._source
         if isinstance(begun, WindowOrder | WeightedOrder):
-            there = begun.samples_until(ended)
+            there = begun.samples_until(cast("Any", ended))
         elif source.num_samples is not None and begun.remaining == len(self._groups):
             there = source.num_samples - left_out
         else:
