@@ -9,7 +9,7 @@ and all key heads, f that of the feed-forward part, and b the bytes of a number:
     attention       b (2a + 2k)    queries, keys, values, and its own output
                   + b 2a           where one product makes queries, keys and values and rotary
                                    positions copy the first two: the values hold all of it
-                  + b a            there too, as images attend apart and are put together
+                  + b a            there too: images attend apart, and are joined for a product
     feed-forward    b 2f           before and after the activation function
                   + b f            sigmoid of QuickGELU
                   + b 2f           gated: the other product, and the activation function's value
@@ -165,10 +165,9 @@ def activation_budget(
 def _attention(shape: TransformerShape, run: LayerRun) -> LayerBytes:
     """Without the products' input, which is a norm's output."""
     query, key = run.head_widths(shape)
-    kept = 2 * query + 2 * key
+    kept, copies = 2 * query + 2 * key, 0
     if isinstance(shape, VitShape) and shape.joint_attention and run.kernels == "transformers":
-        kept += 3 * query
-    both = run.number_bytes * kept
+        kept, copies = kept + 2 * query, query
     heads = NOTHING
     if shape.has_head_norms:
         inputs = run.number_bytes if run.kernels == "fused" else FLOAT_BYTES
@@ -178,7 +177,8 @@ def _attention(shape: TransformerShape, run: LayerRun) -> LayerBytes:
         heads = LayerBytes(
             trained=(inputs + outputs) * (query + key), frozen=inputs * (query + key)
         )
-    return LayerBytes(trained=both, frozen=both) + heads
+    size = run.number_bytes
+    return heads + LayerBytes(trained=size * (kept + copies), frozen=size * kept)
 
 
 def _feed_forward(shape: TransformerShape, run: LayerRun) -> LayerBytes:

@@ -3,6 +3,7 @@ of what packer and planner know of memory; FLOPs of both for every preset.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ from isobatch.models.layer_bytes import (
 from isobatch.models.presets import LlmShape, VitShape, load_model
 from support.cases import for_each
 
-TOKENS, HEADS, KV_HEADS, HEAD = 512, 8, 2, 64
-HIDDEN, FFN = HEADS * HEAD, 1_408
+TOKENS, HEADS, KV_HEADS, HEAD = 64, 16, 4, 64
+HIDDEN, FFN = HEADS * HEAD, 2_816
 LLM = LlmShape(
     num_layers=1,
     hidden_size=HIDDEN,
@@ -77,9 +78,9 @@ def with_sdpa(config):
     return config
 
 
-def text_layer(module, name):
+def text_layer(module, name, config=None):
     """A decoder layer of a family and the call of it on hidden states."""
-    config = with_sdpa(getattr(module, f"{name}Config")(**TEXT))
+    config = with_sdpa(getattr(module, config or f"{name}Config")(**TEXT))
     layer = getattr(module, f"{name}DecoderLayer")(config, 0)
 
     def run(hidden):
@@ -111,60 +112,57 @@ def native_layer(config, kind):
     return layer, lambda hidden: layer(hidden, cu_seqlens=borders, position_embeddings=tables)
 
 
-def layers():
-    clip, siglip, internvl = modeling_clip, modeling_siglip, modeling_internvl
-    second, third = modeling_qwen2_vl, modeling_qwen2_5_vl
-    gemma = "Gemma3Text"
-    gemma_layer = text_layer(
-        type(
-            "Gemma",
-            (),
-            {
-                f"{gemma}Config": modeling_gemma3.Gemma3TextConfig,
-                f"{gemma}DecoderLayer": modeling_gemma3.Gemma3DecoderLayer,
-            },
+def encoder(config, kind, *arguments, **more):
+    """How to make an encoder layer of images of one size."""
+    return lambda: patch_layer(config(**VISION, **more), kind, *arguments)
+
+
+LAYERS = {
+    "llama": (LLM, partial(text_layer, modeling_llama, "Llama")),
+    "qwen2": (LLM, partial(text_layer, modeling_qwen2, "Qwen2")),
+    "qwen3": (replace(LLM, head_norms=True), partial(text_layer, modeling_qwen3, "Qwen3")),
+    "gemma3": (
+        replace(LLM, head_norms=True, sandwich_norms=True),
+        partial(text_layer, modeling_gemma3, "Gemma3", config="Gemma3TextConfig"),
+    ),
+    "clip": (
+        replace(VIT, quick_gelu=True),
+        encoder(modeling_clip.CLIPVisionConfig, modeling_clip.CLIPEncoderLayer, None),
+    ),
+    "siglip": (
+        VIT,
+        encoder(modeling_siglip.SiglipVisionConfig, modeling_siglip.SiglipEncoderLayer, None),
+    ),
+    "internvit": (
+        replace(VIT, layer_scale=True),
+        encoder(modeling_internvl.InternVLVisionConfig, modeling_internvl.InternVLVisionLayer),
+    ),
+    "internvit_6b": (
+        replace(VIT, layer_scale=True, query_key_norm=True),
+        encoder(
+            modeling_internvl.InternVLVisionConfig,
+            modeling_internvl.InternVLVisionLayer,
+            use_qk_norm=True,
+            norm_type="rms_norm",
         ),
-        gemma,
-    )
-    rms = {"use_qk_norm": True, "norm_type": "rms_norm"}
-    return {
-        "llama": (LLM, text_layer(modeling_llama, "Llama")),
-        "qwen2": (LLM, text_layer(modeling_qwen2, "Qwen2")),
-        "qwen3": (replace(LLM, head_norms=True), text_layer(modeling_qwen3, "Qwen3")),
-        "gemma3": (replace(LLM, head_norms=True, sandwich_norms=True), gemma_layer),
-        "clip": (
-            replace(VIT, quick_gelu=True),
-            patch_layer(clip.CLIPVisionConfig(**VISION), clip.CLIPEncoderLayer, None),
+    ),
+    "qwen2_vl": (
+        replace(VIT, ffn_size=4 * HIDDEN, quick_gelu=True, joint_attention=True),
+        lambda: native_layer(
+            modeling_qwen2_vl.Qwen2VLVisionConfig(embed_dim=HIDDEN, mlp_ratio=4, **NATIVE),
+            modeling_qwen2_vl.Qwen2VLVisionBlock,
         ),
-        "siglip": (
-            VIT,
-            patch_layer(siglip.SiglipVisionConfig(**VISION), siglip.SiglipEncoderLayer, None),
-        ),
-        "internvit": (
-            replace(VIT, layer_scale=True),
-            patch_layer(internvl.InternVLVisionConfig(**VISION), internvl.InternVLVisionLayer),
-        ),
-        "internvit_6b": (
-            replace(VIT, layer_scale=True, query_key_norm=True),
-            patch_layer(
-                internvl.InternVLVisionConfig(**VISION, **rms), internvl.InternVLVisionLayer
+    ),
+    "qwen2_5_vl": (
+        replace(VIT, gated=True, joint_attention=True),
+        lambda: native_layer(
+            modeling_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+                hidden_size=HIDDEN, intermediate_size=FFN, **NATIVE
             ),
+            modeling_qwen2_5_vl.Qwen2_5_VLVisionBlock,
         ),
-        "qwen2_vl": (
-            replace(VIT, ffn_size=4 * HIDDEN, quick_gelu=True, joint_attention=True),
-            native_layer(
-                second.Qwen2VLVisionConfig(embed_dim=HIDDEN, mlp_ratio=4, **NATIVE),
-                second.Qwen2VLVisionBlock,
-            ),
-        ),
-        "qwen2_5_vl": (
-            replace(VIT, gated=True, joint_attention=True),
-            native_layer(
-                third.Qwen2_5_VLVisionConfig(hidden_size=HIDDEN, intermediate_size=FFN, **NATIVE),
-                third.Qwen2_5_VLVisionBlock,
-            ),
-        ),
-    }
+    ),
+}
 
 
 def kept_bytes(layer, run, hidden):
@@ -184,11 +182,12 @@ def kept_bytes(layer, run, hidden):
     return sum(size for _, size in kept.values())
 
 
-@for_each("name", layers())
+@for_each("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_layer_of_transformers_keeps_what_the_formula_says_within_3_percent(name, dtype, trained):
-    shape, (layer, run) = layers()[name]
+    shape, make = LAYERS[name]
+    layer, run = make()
     layer.to(dtype).requires_grad_(trained)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
     kept = transformer_bytes(shape, LayerRun(number_bytes=dtype.itemsize))
