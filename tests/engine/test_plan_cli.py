@@ -301,8 +301,8 @@ def test_the_memory_of_llava_is_that_of_the_docs_which_is_by_hand(call):
     llm = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     projector = 1024 * 4096 + 4096**2 + 1024
     params = 588 * 1024 + 23 * vision + projector + 32_000 * 4096 + 15 * llm
-    held = 2 * 588 * 1152 + 23 * 32 * 1024 * 1154 + (4 * 1024 + 4 * 4096) * 1152
-    held += 15 * (16 * 4096 + 6 * 11008) * 2048
+    held = 2 * 588 * 1152 + 23 * 40 * 1024 * 1154 + (4 * 1024 + 4 * 4096) * 1152
+    held += 15 * (24 * 4096 + 8 * 11008) * 2048
     # two micro-batches in flight, and the last layer's turn
     activations = 2 * held + (4 * 4096 + 4 * 11008) * 2048
     terms = [size / 2**30 for size in (2 * params, 4 * params, 12 * params / 8, activations)]
