@@ -6,7 +6,7 @@ Sizes are those of one tensor-parallel GPU; bytes are those of bf16, but for `La
 from dataclasses import dataclass
 
 from isobatch.engine.cost_model.parallel import Part
-from isobatch.models.layer_bytes import NOTHING, LayerBytes
+from isobatch.models.layer_bytes import NOTHING, KeptBytes
 
 BYTES = 2
 """Bytes of a bf16 number."""
@@ -79,7 +79,7 @@ class Layer:
     """Parameters of the whole layer."""
     gpu_params: int
     """Parameters on one tensor-parallel GPU."""
-    saved: LayerBytes = NOTHING
+    saved: KeptBytes = NOTHING
     """Activations for the backward pass, in the dtype of the run."""
     deferred_bytes: float = 0.0
     """Products' inputs and gradients of their outputs, for weight gradients that come later."""

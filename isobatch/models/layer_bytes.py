@@ -78,26 +78,26 @@ class LayerRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
+class KeptBytes:
     """Bytes per token of one layer on one GPU."""
 
     trained: float
     frozen: float
     """With frozen weights, where a gradient passes through."""
 
-    def __add__(self, other: "LayerBytes") -> "LayerBytes":
+    def __add__(self, other: "KeptBytes") -> "KeptBytes":
         """Both layers."""
-        return LayerBytes(
+        return KeptBytes(
             trained=self.trained + other.trained,
             frozen=self.frozen + other.frozen,
         )
 
 
-NOTHING = LayerBytes(trained=0.0, frozen=0.0)
+NOTHING = KeptBytes(trained=0.0, frozen=0.0)
 """Of a layer that keeps nothing, as a table of embeddings."""
 
 
-def transformer_bytes(shape: TransformerShape, run: LayerRun) -> LayerBytes:
+def transformer_bytes(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """What one transformer layer keeps; the module's docstring has the sum.
 
     >>> from isobatch.models.presets import load_model
@@ -108,12 +108,12 @@ def transformer_bytes(shape: TransformerShape, run: LayerRun) -> LayerBytes:
     return _attention(shape, run) + _feed_forward(shape, run) + _norms(shape, run)
 
 
-def embedding_bytes(values: float, run: LayerRun) -> LayerBytes:
+def embedding_bytes(values: float, run: LayerRun) -> KeptBytes:
     """A product on raw input of so many values per token, as of pixels; no GPU splits it."""
-    return LayerBytes(trained=run.number_bytes * values, frozen=0.0)
+    return KeptBytes(trained=run.number_bytes * values, frozen=0.0)
 
 
-def projector_bytes(shape: EncoderShape, run: LayerRun) -> LayerBytes:
+def projector_bytes(shape: EncoderShape, run: LayerRun) -> KeptBytes:
     """All projectors of an encoder, per token that enters them: LayerNorm and an MLP each."""
     size, count = run.number_bytes, shape.num_projectors
     # products are split by their outputs and by their inputs in turn
@@ -122,16 +122,16 @@ def projector_bytes(shape: EncoderShape, run: LayerRun) -> LayerBytes:
         for place, width in enumerate(shape.projector[1:-1], start=1)
     ]
     first = run.token_share(shape.projector[0])
-    return LayerBytes(
+    return KeptBytes(
         trained=count * size * (2 * first + 2 * sum(inner)),
         frozen=count * size * (first + sum(inner)),
     )
 
 
-def head_bytes(llm: LlmShape, run: LayerRun, logit_bytes: float) -> LayerBytes:
+def head_bytes(llm: LlmShape, run: LayerRun, logit_bytes: float) -> KeptBytes:
     """The final norm, and the logits until their loss has its gradient."""
     logits = logit_bytes * run.number_bytes / 2 * run.split(llm.vocab_size)
-    return _norm(run.token_share(llm.hidden_size), run, is_rms=True) + LayerBytes(
+    return _norm(run.token_share(llm.hidden_size), run, is_rms=True) + KeptBytes(
         trained=logits, frozen=logits
     )
 
@@ -162,7 +162,7 @@ def activation_budget(
     )
 
 
-def _attention(shape: TransformerShape, run: LayerRun) -> LayerBytes:
+def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
     query, key = run.head_widths(shape)
     kept, copies = 2 * query + 2 * key, 0
@@ -174,44 +174,42 @@ def _attention(shape: TransformerShape, run: LayerRun) -> LayerBytes:
         outputs = 0 if run.kernels == "fused" else run.number_bytes
         if shape.sandwich_norms and outputs:
             outputs = FLOAT_BYTES
-        heads = LayerBytes(
-            trained=(inputs + outputs) * (query + key), frozen=inputs * (query + key)
-        )
+        heads = KeptBytes(trained=(inputs + outputs) * (query + key), frozen=inputs * (query + key))
     size = run.number_bytes
-    return heads + LayerBytes(trained=size * (kept + copies), frozen=size * kept)
+    return heads + KeptBytes(trained=size * (kept + copies), frozen=size * kept)
 
 
-def _feed_forward(shape: TransformerShape, run: LayerRun) -> LayerBytes:
+def _feed_forward(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
     width, plain = run.number_bytes * run.split(shape.ffn_size), run.kernels == "transformers"
     # what the activation function and the gate need, without their product
     kept = 2 + plain if shape.gated else 1
     if shape.quick_gelu and plain:
         kept += 1
-    return LayerBytes(trained=float((kept + 1) * width), frozen=float(kept * width))
+    return KeptBytes(trained=float((kept + 1) * width), frozen=float(kept * width))
 
 
-def _norms(shape: TransformerShape, run: LayerRun) -> LayerBytes:
+def _norms(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Norms before attention and feed-forward part, those after them, and layer scales."""
     hidden = run.token_share(shape.hidden_size)
     two = _norm(hidden, run, is_rms=shape.has_rms_norms)
     if shape.sandwich_norms:
         two = _sandwich(hidden, run)
     scales = run.number_bytes * hidden * (isinstance(shape, VitShape) and shape.layer_scale)
-    return two + two + LayerBytes(trained=2 * scales, frozen=0.0)
+    return two + two + KeptBytes(trained=2 * scales, frozen=0.0)
 
 
-def _norm(hidden: float, run: LayerRun, *, is_rms: bool) -> LayerBytes:
+def _norm(hidden: float, run: LayerRun, *, is_rms: bool) -> KeptBytes:
     """A norm and its output, which the product after it reads."""
     size = run.number_bytes
     if run.kernels == "fused" or not is_rms:
-        return LayerBytes(trained=2 * size * hidden, frozen=size * hidden)
-    return LayerBytes(trained=(FLOAT_BYTES + 2 * size) * hidden, frozen=FLOAT_BYTES * hidden)
+        return KeptBytes(trained=2 * size * hidden, frozen=size * hidden)
+    return KeptBytes(trained=(FLOAT_BYTES + 2 * size) * hidden, frozen=FLOAT_BYTES * hidden)
 
 
-def _sandwich(hidden: float, run: LayerRun) -> LayerBytes:
+def _sandwich(hidden: float, run: LayerRun) -> KeptBytes:
     """Gemma's norms before and after a part: the second's output goes to a sum alone."""
     size = run.number_bytes
     if run.kernels == "fused":
-        return LayerBytes(trained=3 * size * hidden, frozen=2 * size * hidden)
-    return LayerBytes(trained=(4 * FLOAT_BYTES + size) * hidden, frozen=2 * FLOAT_BYTES * hidden)
+        return KeptBytes(trained=3 * size * hidden, frozen=2 * size * hidden)
+    return KeptBytes(trained=(4 * FLOAT_BYTES + size) * hidden, frozen=2 * FLOAT_BYTES * hidden)

@@ -55,6 +55,20 @@ NAMES = [
     "write_plan",
     "write_profile",
     "write_trace",
+    "CommVolumes",
+    "Permutation",
+    "as_batches",
+    "balance_conv",
+    "balance_padded",
+    "balance_padded_attention",
+    "balance_squares",
+    "balance_sums",
+    "cluster_costs",
+    "cluster_orders",
+    "comm_volumes",
+    "from_assignment",
+    "pack_balanced",
+    "place_batches",
 ]
 WITHOUT_TORCH = """
 import sys

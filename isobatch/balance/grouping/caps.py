@@ -1,4 +1,4 @@
-"""Choice of a group's caps, by search or by OmniBal's rule, with the figures that decided.
+"""Choice of a group's caps, by search or by OmniBal's rule, and what decided.
 
 Pure. Packed without padding, every grouping does the same work. Caps change the number of
 micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.
