@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from isobatch.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from isobatch.engine.charts.gantt import GanttStep as GanttStep
-    from isobatch.engine.charts.gantt import write_gantt as write_gantt
+    from isobatch.engine.charts.trace import TraceStep as TraceStep
     from isobatch.engine.charts.trace import write_trace as write_trace
     from isobatch.engine.cost_model.clusters import Cluster as Cluster
     from isobatch.engine.cost_model.clusters import load_cluster as load_cluster

@@ -48,7 +48,7 @@ def test_a_build_is_planned_and_its_files_are_written(call, demo_build, tmp_path
         "plan", demo_build, "--pp", 2, "--micro-batches", 4, "--steps", 2, "--out", out
     )
     assert (status, errors) == (0, "")
-    assert sorted(path.name for path in out.iterdir()) == ["gantt.html", "plan.json", "trace.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["plan.json", "trace.json"]
     plan = read_plan(out / "plan.json")
     assert (plan.model.name, plan.num_steps, plan.num_micro_batches) == ("tiny", 2, 4)
     for words in (
@@ -83,10 +83,7 @@ def test_simulating_a_plan_again_says_the_same(call, demo_build, tmp_path):
     )
     assert status == 0
     assert json.loads(shown)["plan"] == json.loads((tmp_path / "plan.json").read_text())
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [
-        "gantt.html",
-        "trace.json",
-    ]
+    assert [path.name for path in (tmp_path / "again").iterdir()] == ["trace.json"]
     status, shown, _ = call("simulate", tmp_path / "plan.json")
     assert status == 0
     assert re.search(r"a step takes ([\d.]+) ms; planned for \1 ms", shown)
