@@ -89,6 +89,8 @@ class MeasuredPart:
     """Of whom these samples are the share."""
     state: Any = None
     """Of its stream."""
+    content: tuple[int, int] = (0, 0)
+    """Of its stream, if that is the rank's own: items read in this epoch, and a sum of them."""
     ids: dict[int, str] = field(default_factory=dict)
     """Samples over a given cap -> their own ids, since rows of counts have none."""
     never_read: dict[str, NeverRead] = field(default_factory=dict)
