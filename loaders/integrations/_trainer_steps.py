@@ -16,6 +16,8 @@ STATE_KEY = "isobatch_loader"
 """Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
 GROUPS_KEY = "isobatch_groups_per_step"
 """Key of what says in which steps `num_train_epochs` was counted, in the same place."""
+EPOCH_KEY = "isobatch_first_epoch"
+"""Key of the loader's epoch when training began, in the same place."""
 
 
 class TrainSteps:
@@ -89,13 +91,14 @@ class TrainSteps:
         if STATE_KEY in saved:
             loader.load_state_dict(saved[STATE_KEY])
             self._check_epochs(state.global_step, saved.get(GROUPS_KEY))
+            self._first_epoch = saved.get(EPOCH_KEY, 0)
         elif state.global_step:
             raise ConfigError(
                 f"the checkpoint has no loader state ({STATE_KEY}); it is not a BalancedTrainer's"
             )
         else:
             self._first_epoch = loader.epoch + loader.is_at_end
-        saved[GROUPS_KEY] = self._groups_per_step
+        saved |= {GROUPS_KEY: self._groups_per_step, EPOCH_KEY: self._first_epoch}
         loader.check_ranks()  # a worker's loader cannot
         dataset = StepDataset(loader)
         if not self._args.dataloader_num_workers:

@@ -1,4 +1,4 @@
-"""Whether ranks read one stream, or each a stream of its own: told by their first items.
+"""Whether ranks read one stream or each its own: told by their first items.
 
 Libraries shard a dataset by rank inside it (LitData, MosaicML, Energon), at a call (`datasets`,
 WebDataset, Grain) or not at all. What a rank would read says which it is, whatever the library. Two
