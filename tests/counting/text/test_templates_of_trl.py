@@ -70,6 +70,7 @@ def labelled(template, chat):
     return [text[start:end] for start, end in spans]
 
 
+@pytest.mark.thorough
 def test_all_that_transformers_renders_has_its_ids_and_labels():
     assert len(rows()) > 50
     for row in rows():
