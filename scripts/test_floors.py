@@ -2,7 +2,7 @@
 
     python scripts/test_floors.py [oldest] [newest] [--python PATH ...] [--envs FOLDER]
 
-Environments are made in FOLDER, with pip, and used again until pyproject.toml changes:
+Environments are made in FOLDER, with pip, which completes them when pyproject.toml changes:
 
 - `oldest`, of Python 3.11: every dependency at its floor; first without transformers, then with
   it, since transformers raises the floors of what it needs itself;
@@ -18,7 +18,6 @@ variables (PIP_EXTRA_INDEX_URL). Exit status 1 if an environment cannot be made 
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -142,8 +141,7 @@ def install(environment: Environment, extras: tuple[str, ...]) -> int:
     stamp = environment.folder / f"installed-{'-'.join(extras)}"
     if stamp.exists() and stamp.read_text("utf-8") == wanted:
         return 0
-    if "hf" not in extras:
-        shutil.rmtree(environment.folder, ignore_errors=True)
+    if not environment.program.exists():
         subprocess.run([environment.python, "-m", "venv", environment.folder], check=True)
     constraints = environment.folder / "constraints.txt"
     constraints.write_text(wanted, "utf-8")
