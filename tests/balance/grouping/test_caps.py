@@ -199,6 +199,7 @@ UNIFORM = {
 }
 
 
+@pytest.mark.thorough
 def test_without_a_given_cap_groups_are_full_and_hold_several_samples():
     for case, (draw, context) in UNIFORM.items():
         rng = np.random.default_rng(0)
