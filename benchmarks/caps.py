@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from former_order.sort_groups import sort_groups
 
 from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.cap_lines import cap_lines
 from isobatch.balance.grouping.caps import (
     GroupOptions,
     LimitChoice,
@@ -76,7 +77,7 @@ class Setting:
             options,
             vision_unit="image_patches",
             context_len=q_t,
-            flops=self.cost,
+            predictor=self.cost,
         )
 
     def orders(self, groups: Groups) -> dict[str, Groups]:
@@ -107,7 +108,7 @@ def main() -> int:
     )
     for grouping in ("fit", "isf"):
         console.print(caps_table(setting, grouping))
-        for line in setting.choose(TARGETS_Q_T, grouping).lines:
+        for line in cap_lines(setting.choose(TARGETS_Q_T, grouping)):
             console.print(line)
         console.print()
     console.print(targets_table(setting))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from isobatch.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from isobatch.engine.charts.gantt import GanttStep as GanttStep
-    from isobatch.engine.charts.gantt import write_gantt as write_gantt
+    from isobatch.engine.charts.trace import TraceStep as TraceStep
     from isobatch.engine.charts.trace import write_trace as write_trace
     from isobatch.engine.cost_model.clusters import Cluster as Cluster
     from isobatch.engine.cost_model.clusters import load_cluster as load_cluster
@@ -24,9 +23,22 @@ if TYPE_CHECKING:
     from isobatch.engine.cost_model.profile_table import read_profile as read_profile
     from isobatch.engine.cost_model.profile_table import write_profile as write_profile
     from isobatch.engine.cost_model.training_mode import TrainingMode as TrainingMode
+    from isobatch.engine.dispatching._node_placement import place_batches as place_batches
+    from isobatch.engine.dispatching.all_to_all import CommVolumes as CommVolumes
+    from isobatch.engine.dispatching.all_to_all import Permutation as Permutation
+    from isobatch.engine.dispatching.all_to_all import comm_volumes as comm_volumes
+    from isobatch.engine.dispatching.all_to_all import from_assignment as from_assignment
     from isobatch.engine.dispatching.dispatch import DispatchedSteps as DispatchedSteps
     from isobatch.engine.dispatching.dispatch import DispatchOptions as DispatchOptions
     from isobatch.engine.dispatching.dispatch import plan_dispatch as plan_dispatch
+    from isobatch.engine.dispatching.post_balancing import as_batches as as_batches
+    from isobatch.engine.dispatching.post_balancing import balance_conv as balance_conv
+    from isobatch.engine.dispatching.post_balancing import balance_padded as balance_padded
+    from isobatch.engine.dispatching.post_balancing import (
+        balance_padded_attention as balance_padded_attention,
+    )
+    from isobatch.engine.dispatching.post_balancing import balance_squares as balance_squares
+    from isobatch.engine.dispatching.post_balancing import balance_sums as balance_sums
     from isobatch.engine.planning.plan import Plan as Plan
     from isobatch.engine.planning.plan import PlanRequest as PlanRequest
     from isobatch.engine.planning.plan import read_plan as read_plan
@@ -57,6 +69,9 @@ if TYPE_CHECKING:
     from isobatch.engine.simulator.schedule import Schedule as Schedule
     from isobatch.engine.simulator.schedule import make_schedule as make_schedule
     from isobatch.engine.train.models.open_model import open_model as open_model
+    from isobatch.engine.tuning.repack import cluster_costs as cluster_costs
+    from isobatch.engine.tuning.repack import cluster_orders as cluster_orders
+    from isobatch.engine.tuning.repack import pack_balanced as pack_balanced
     from isobatch.engine.tuning.step_planner import TunedSteps as TunedSteps
     from isobatch.engine.tuning.tune import PartitionedModel as PartitionedModel
     from isobatch.engine.tuning.tune import TuneOptions as TuneOptions

@@ -20,11 +20,10 @@ from isobatch.common.command_line import (
 )
 from isobatch.common.config import options_of
 from isobatch.common.consoles import SafeConsole, messages, print_line
-from isobatch.engine.charts.gantt import write_gantt
 from isobatch.engine.charts.trace import write_trace
 from isobatch.engine.plan_config import BEST, PlanConfig, changed_request, plan_request
 from isobatch.engine.plan_report import (
-    chart_step,
+    median_step,
     print_plan,
     print_result,
     print_trials,
@@ -33,12 +32,12 @@ from isobatch.engine.plan_report import (
     trials_to_json,
 )
 from isobatch.engine.planning import planner
-from isobatch.engine.planning.plan import Plan, read_plan, write_plan
+from isobatch.engine.planning.plan import read_plan, write_plan
 from isobatch.engine.planning.planner import SimulatedRun
 from isobatch.engine.planning.schedule_choice import ScheduleTrial, plan_best_schedule
 from isobatch.engine.planning.search.limits import SearchLimits
 
-PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
+PLAN_NAME, TRACE_NAME = "plan.json", "trace.json"
 WIDTH = 150
 """Width of tables where the output is no terminal."""
 CHANGES = ("schedule", "micro_batches", "cluster", "memory_gib")
@@ -60,9 +59,7 @@ def plan(
         typer.Argument(help="Folder of a build: what `packer build --out` wrote.", metavar="BUILD"),
     ] = None,
     config: ConfigOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for plan.json, gantt.html and trace.json.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for plan.json and trace.json.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose stages and recomputation, and predict a step's time.
@@ -91,7 +88,7 @@ def plan(
             result = planner.plan(request, search=options.search, random=random, limits=limits)
     taken_s = time.monotonic() - begun
     if out is not None:
-        _draw(result.plan, (result.careful, result.best), out)
+        _draw((result.careful, result.best), out)
         write_plan(result.plan, out / PLAN_NAME)
     if as_json:
         runs = [run_to_json(run) for run in result.runs]
@@ -102,7 +99,7 @@ def plan(
             print_trials(trials, _console())
         print_result(result, _console())
         print(f"planned in {taken_s:.1f} s")
-        _print_written(out, PLAN_NAME, GANTT_NAME, TRACE_NAME)
+        _print_written(out, PLAN_NAME, TRACE_NAME)
 
 
 @app.command()
@@ -112,9 +109,7 @@ def simulate(
     plan_file: Annotated[
         Path, typer.Argument(help="plan.json of `python -m engine plan`.", metavar="PLAN")
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for gantt.html and trace.json.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for trace.json.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate a plan, also with other settings.
@@ -136,7 +131,7 @@ def simulate(
     same = changed.inputs_hash == read.inputs_hash
     changed = replace(changed, layer_names=read.layer_names, gap=read.gap if same else None)
     if out is not None:
-        _draw(changed, (run,), out)
+        _draw((run,), out)
     if as_json:
         print(json.dumps({"plan": changed.to_json(), "run": run_to_json(run)}))
     else:
@@ -148,7 +143,7 @@ def simulate(
             + (f" with {was} micro-batches instead of {now}" if was != now else "")
         )
         print_plan(changed, run, console)
-        _print_written(out, GANTT_NAME, TRACE_NAME)
+        _print_written(out, TRACE_NAME)
 
 
 def _forward(name: str, text: str) -> None:
@@ -172,13 +167,10 @@ def main() -> None:
     run_app(app, "python -m engine")
 
 
-def _draw(plan: Plan, runs: tuple[SimulatedRun, ...], out: Path) -> None:
-    """Charts of these runs, and the trace of the last one."""
+def _draw(runs: tuple[SimulatedRun, ...], out: Path) -> None:
+    """The trace of these runs' median steps."""
     out.mkdir(parents=True, exist_ok=True)
-    steps = [chart_step(plan, run) for run in runs]
-    title = f"{plan.model.name} on {plan.cluster.name}"
-    write_gantt(steps, out / GANTT_NAME, title=title, memory_bytes=plan.memory_bytes)
-    write_trace(steps[-1].simulated, out / TRACE_NAME)
+    write_trace([median_step(run) for run in runs], out / TRACE_NAME)
 
 
 def _print_written(out: Path | None, *names: str) -> None:

@@ -18,6 +18,7 @@ from isobatch.engine.planning.plan import Plan, PlanRequest
 from isobatch.engine.simulator.schedule import SCHEDULES
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.image_rules import NativeSizeRule
+from isobatch.models.layer_bytes import Kernels
 
 PARTS: tuple[Part, ...] = get_args(Part)
 GIB = 2**30
@@ -67,6 +68,13 @@ class PlanConfig:
         Precision,
         Option("Weights, activations and messages: bf16 (fp32 masters) or fp32. Default: bf16."),
     ] = "bf16"
+    kernels: Annotated[
+        Kernels,
+        Option(
+            "transformers: its modules as they are; fused: norms and activation functions of Liger"
+            " or Megatron-LM, which keep less. Default: transformers."
+        ),
+    ] = "transformers"
     zero_stage: Annotated[
         int,
         Option(
@@ -186,6 +194,7 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
         training=Training(
             **{part: part not in config.frozen for part in PARTS},
             mode=TrainingMode(precision=config.precision, zero_stage=config.zero_stage),
+            kernels=config.kernels,
         ),
         schedule="1f1b" if config.schedule == BEST else config.schedule,
         stages_per_rank=config.stages_per_rank,

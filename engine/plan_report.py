@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isobatch.engine.charts.format_time import time_text
-from isobatch.engine.charts.gantt import GanttStep, path_parts
+from isobatch.engine.charts.trace import TraceStep, path_parts
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.parallel import head_notes
 from isobatch.engine.planning.plan import Plan
@@ -106,7 +106,7 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     if communication_ns.any():
         share = communication_ns.mean() / max(run.step_ns, 1)
         console.print(f"in passes, tensor-parallel communication: {share:.1%} of the time")
-    parts = path_parts(chart_step(plan, run))
+    parts = path_parts(median_step(run))
     total = max(1, sum(parts.values()))
     shares = ", ".join(f"{name} {spent / total:.1%}" for name, spent in parts.items() if spent)
     console.print(f"critical path: {shares}")
@@ -264,16 +264,13 @@ def layers_text(names: Sequence[str]) -> str:
     return ", ".join(run[0] + end for run, end in zip(runs, ends, strict=True))
 
 
-def chart_step(plan: Plan, run: SimulatedRun) -> GanttStep:
-    """The chart of a run's median step."""
+def median_step(run: SimulatedRun) -> TraceStep:
+    """The step of median time of a run."""
     number = run.median
-    where = f"Step {number // run.dp}, data-parallel rank {number % run.dp}"
-    return GanttStep(
+    return TraceStep(
         title=run.name.removeprefix("+ "),
-        text=f"{headline(plan)}. {where}: the one of median time.",
         simulated=run.steps[number],
         recompute_ns=run.recompute_ns(number),
-        stage_names=stage_names(plan) if tuple(run.borders.tolist()) == plan.borders else (),
     )
 
 

@@ -33,6 +33,10 @@ WARNED = "/warned"
 """End of the key that tells waiting ranks that one of them has warned."""
 MOST_VALUES, MOST_LETTERS = 3, 100
 """What an error shows of a field."""
+_PARTS = (
+    "give every rank the whole dataset, or, where each has a part of its own, measure='own' and "
+    "is_sharded=True"
+)
 _SAME_DATA = {"tp", "cp", "sp", "pp"}
 """Dimensions of a mesh whose ranks work on the same samples."""
 
@@ -119,7 +123,8 @@ def find_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
             shown = [f"{_short(value)} on {_names(ranks)}" for value, ranks in common[:MOST_VALUES]]
             if rest := sum(len(ranks) for _, ranks in common[MOST_VALUES:]):
                 shown.append(f"others on {rest} ranks")
-            return f"ranks disagree: {name} is {', '.join(shown)}; give every rank the same"
+            advice = _PARTS if name == "dataset" else "give every rank the same"
+            return f"ranks disagree: {name} is {', '.join(shown)}; {advice}"
     size = int(next(iter(told.values()))["dp_world_size"])
     lacking = sorted(set(range(size)) - {int(each["dp_rank"]) for each in told.values()})
     if lacking:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from isobatch.common.errors import IsobatchError
 from isobatch.common.visible_text import visible_line
 from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.micro_batch import MicroBatch
@@ -218,6 +219,11 @@ class StepBuilder:
         if config.image_transform is not None or config.batch_transform is not None:
             seeds = SampleSeeds(config.seed, epoch, stored)
         batch = collate(raw, self._model, config, plan.totals, seeds)
+        if len(batch.sample_ids) != len(stored):  # skipped ones are in it, without labels
+            raise IsobatchError(
+                f"a micro-batch of {len(stored)} samples has {len(batch.sample_ids)}: that is an "
+                "error of Isobatch's; please report it"
+            )
         builds = tuple(build for build, *_ in stored)
         batch = replace(batch, is_padded=self._are_padded, sample_builds=builds)
         if seeds is None or config.batch_transform is None:

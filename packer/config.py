@@ -9,7 +9,7 @@ from isobatch.common.config import Option, check_options, preset_families, read_
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.reading import Answers, Choices, Reading, UnknownMarks
 from isobatch.models.folder.find_model import find_model, is_folder
-from isobatch.models.layer_bytes import activation_budget
+from isobatch.models.layer_bytes import Kernels, activation_budget
 from isobatch.packer.count.pool import default_workers
 from isobatch.packer.sources.dataset import DEMO, usual_model
 from isobatch.shards.manifest import ShardFormat
@@ -105,6 +105,13 @@ class BuildConfig:
     memory_gpus: Annotated[
         int, Option("GPUs that share a micro-batch's activations (tensor parallelism).", 1, 1024)
     ] = 1
+    memory_kernels: Annotated[
+        Kernels,
+        Option(
+            "transformers: its modules and loss as they are; fused: norms, activation functions"
+            " and loss of Liger or Megatron-LM, which keep less. Default: transformers."
+        ),
+    ] = "transformers"
     grouping: Annotated[
         Literal["fit", "isf"],
         Option("fit: few groups of about equal cost; isf: OmniBal's Algorithm 1. Default: fit."),
@@ -243,7 +250,12 @@ class BuildConfig:
             max_seq_len = DEMO_MAX_SEQ_LEN
         if self.memory_gib is not None:
             model = find_model(self.model or DEMO_MODEL)
-            memory = activation_budget(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
+            memory = activation_budget(
+                model,
+                self.memory_gib * 2**30,
+                gpus=self.memory_gpus,
+                kernels=self.memory_kernels,
+            )
             if memory.most_tokens(self.max_vision or 0) < 1:
                 beside = f" next to {self.max_vision:,} of vision" if self.max_vision else ""
                 raise ConfigError(

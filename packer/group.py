@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from isobatch.balance.grouping.cap_lines import cap_lines
 from isobatch.balance.grouping.caps import GroupOptions, choose_limits, over_limits
 from isobatch.balance.grouping.even_out import group_balanced
 from isobatch.balance.grouping.isf import group_isf
@@ -92,7 +93,7 @@ def group_counts(
         groups=groups.take(random_permutation(len(groups), seed, STORED)),
         limits=limits,
         over=over,
-        limits_explained=choice.lines,
+        limits_explained=cap_lines(choice),
     )
 
 

@@ -33,7 +33,7 @@ from isobatch.models.presets import load_model
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
 STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 8
-TRAINING = Training(mode=TrainingMode(gradients="bf16"))
+TRAINING = Training(mode=TrainingMode(gradients="bf16"), kernels="fused")
 FASTER = 4
 """Stand-ins wait for this part of what the cost model says, so that a step takes seconds."""
 

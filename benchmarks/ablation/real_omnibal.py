@@ -86,7 +86,7 @@ def real_setting(shape: Shape, stages: int) -> Setting:
     parallel = Parallelism(tp=shape.tp, pp=stages, dp=DP)
 
     def cost(loads: Loads) -> Costs:
-        return layer_costs(model, cluster, parallel, loads, Training())
+        return layer_costs(model, cluster, parallel, loads, Training(kernels="fused"))
 
     def sample_loads(counts: Counts) -> Loads:
         alone = Groups(np.arange(len(counts)), np.arange(len(counts) + 1))

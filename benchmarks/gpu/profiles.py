@@ -35,7 +35,7 @@ from isobatch.engine.runtime.profiling.measure_layers import (
 )
 from isobatch.models.presets import ModelPreset
 
-TRAINING = Training(mode=TrainingMode(gradients="bf16"))
+TRAINING = Training(mode=TrainingMode(gradients="bf16"), kernels="fused")
 """bf16 weights and gradients, Adam in float32, as `gpu.optimizer` has it."""
 REPEATS = 7
 

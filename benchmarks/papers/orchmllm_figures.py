@@ -29,7 +29,7 @@ from papers.page import Section, percent, table
 RANKS = 128
 """H100 of the ablations."""
 STEPS = 4
-ZERO_3 = Training(mode=TrainingMode(zero_stage=3))
+ZERO_3 = Training(mode=TrainingMode(zero_stage=3), kernels="fused")
 MINI_BATCHES = {"orchmllm_10b": 75, "orchmllm_18b": 50, "orchmllm_84b": 25}
 """Examples of each rank."""
 ALL = DispatchOptions()

@@ -141,7 +141,7 @@ def make_pipeline() -> PartitionedModel:
         load_cluster("a100_80g_4gpu"),
         Parallelism(tp=4, pp=4),
     )
-    training = Training(vision=False)
+    training = Training(vision=False, kernels="fused")
 
     def cost(loads: Loads):  # type: ignore[no-untyped-def]
         return layer_costs(model, cluster, parallel, loads, training)

@@ -1,16 +1,19 @@
 """Traces of steps as JSON, for ui.perfetto.dev and chrome://tracing.
 
-A process per rank with a row of passes, a row of sends per receiver, and a counter of memory. Times
-are microseconds, with the simulator's nanoseconds as decimals.
+A process per step and rank with a row of passes, a row of sends per receiver, and a counter of
+memory. Several steps begin at the same time, one below the other. Times are microseconds, with the
+simulator's nanoseconds as decimals.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from isobatch.common.types import IntArray
 from isobatch.engine.simulator.evaluate import Memory, SimulatedStep
 from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.simulator.simulate import Timeline, critical_path, transfers
@@ -23,23 +26,72 @@ KIND_NAMES = {
     PassKind.WEIGHT_GRAD: "weight gradient",
     PassKind.ENCODE: "encode ahead",
 }
+_RECOMPUTING = (PassKind.BACKWARD, PassKind.INPUT_GRAD)
 COMPUTE_ROW = 0
 """Row of a rank's own passes; sends to rank r are in row r + 1."""
 
 Event = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceStep:
+    """A simulated step, its title, and what of its backward passes is recomputation."""
+
+    title: str
+    simulated: SimulatedStep
+    recompute_ns: IntArray | None = None
+    """(stages, micro_batches), at the beginning of backward passes."""
+
+
 def make_trace(timeline: Timeline, memory: Memory | None = None) -> dict[str, Any]:
     """The trace of a step, plain JSON; that of a measured one has no memory."""
-    events = [*_rows(timeline), *_passes(timeline), *_sends(timeline)]
-    events += [] if memory is None else _memory(timeline, memory)
+    return _document(_events(timeline, memory, None))
+
+
+def write_trace(steps: Sequence[TraceStep], path: Path) -> None:
+    """Write the trace of some simulated steps: 4 MB per 16,384 operations."""
+    events: list[Event] = []
+    first = 0
+    for step in steps:
+        timeline = step.simulated.timeline
+        for event in _events(timeline, step.simulated.memory, step.recompute_ns):
+            if event["name"] == "process_name":
+                event["args"] = {"name": f"{step.title}, {event['args']['name']}"}
+            if event["name"] == "process_sort_index":
+                event["args"] = {"sort_index": first + event["pid"]}
+            if "id" in event:  # of an arrow
+                event["id"] = f"{first}.{event['id']}"
+            events.append({**event, "pid": first + event["pid"]})
+        first += timeline.program.schedule.num_ranks
+    path.write_text(json.dumps(_document(events), separators=(",", ":")), "utf-8")
+
+
+def path_parts(step: TraceStep) -> dict[str, int]:
+    """Parts of the critical path, in nanoseconds; they add up to the step."""
+    timeline = step.simulated.timeline
+    schedule, path = timeline.program.schedule, critical_path(timeline)
+    kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
+    parts = {name: int(spent[kinds == kind].sum()) for kind, name in KIND_NAMES.items()}
+    if step.recompute_ns is not None:
+        again = step.recompute_ns[schedule.stages[path], schedule.micro_batches[path]]
+        for kind in _RECOMPUTING:
+            parts[KIND_NAMES[kind]] -= int(again[kinds == kind].sum())
+        parts["recomputation"] = int(again[np.isin(kinds, _RECOMPUTING)].sum())
+    parts["sends"] = timeline.step_ns - int(spent.sum())
+    return parts
+
+
+def _document(events: list[Event]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_trace(simulated: SimulatedStep, path: Path) -> None:
-    """Write the trace of a simulated step: 4 MB per 16,384 operations."""
-    trace = make_trace(simulated.timeline, simulated.memory)
-    path.write_text(json.dumps(trace, separators=(",", ":")), "utf-8")
+def _events(
+    timeline: Timeline, memory: Memory | None, recompute_ns: IntArray | None
+) -> list[Event]:
+    events = [*_rows(timeline), *_passes(timeline), *_sends(timeline)]
+    if recompute_ns is not None:
+        events += _recomputations(timeline, recompute_ns)
+    return events if memory is None else [*events, *_memory(timeline, memory)]
 
 
 def _rows(timeline: Timeline) -> Iterator[Event]:
@@ -75,6 +127,23 @@ def _passes(timeline: Timeline) -> Iterator[Event]:
             "dur": _us(end - start),
             "args": {"stage": stage, "micro_batch": micro_batch, "critical": index in on_path},
         }
+
+
+def _recomputations(timeline: Timeline, recompute_ns: IntArray) -> Iterator[Event]:
+    """Recomputation, drawn inside the passes that it begins."""
+    schedule = timeline.program.schedule
+    for index in np.flatnonzero(np.isin(schedule.kinds, _RECOMPUTING)).tolist():
+        _, stage, micro_batch = schedule.action(index)
+        if again := int(recompute_ns[stage, micro_batch]):
+            yield {
+                "ph": "X",
+                "name": "recomputation",
+                "cat": "recompute",
+                "pid": int(schedule.ranks[index]),
+                "tid": COMPUTE_ROW,
+                "ts": _us(timeline.start_ns[index]),
+                "dur": again / 1000,
+            }
 
 
 def _sends(timeline: Timeline) -> Iterator[Event]:

@@ -56,7 +56,7 @@ def layer_costs(
     `Parallelism.stage_link` connects stages. Layers before everything trained only run forward.
     """
     training = training or Training()
-    layers = layers_of(model, parallel)
+    layers = layers_of(model, parallel, training)
     device = _Device(cluster, parallel, training, loads)
     trained = [training.trains(layer.part) for layer in layers]
     flows = _gradients(layers, trained)
@@ -216,8 +216,7 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         first = is_product.index(True) if any(is_product) else len(times)
         through = sum((each.input_grad for each in times[first + 1 :]), zeros)
     tokens, scale = device.tokens(layer.stream), device.scale
-    each = layer.saved_bytes if trained else layer.saved_for_input_bytes
-    saved = scale * each * tokens
+    saved = (layer.saved.trained if trained else layer.saved.frozen) * tokens
     sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)
     goes_back = trained or flows

@@ -3,26 +3,15 @@
 Audio encoder, vision encoder, language model; an encoder is its embedding, layers, projector. Sizes
 are those of one tensor-parallel GPU with whole attention heads: InternViT-6B's 25 on two are 13.
 
-A transformer layer saves for the backward pass, in bytes per token, bf16, with h the width, a and k
-the width of all query and all key heads, f that of the feed-forward part (FlashAttention, norms and
-activation functions fused):
-
-    inputs of two norms 4h + their outputs 4h + queries, keys, values 2(a + 2k) + attention's output
-    2a + into and out of the activation function 4f, or 6f if gated + with normalised queries and
-    keys 2(a + k) + with layer scale 4h
-
-Weight gradients that are deferred need the inputs of products, 4h + 2a + 2f, and the gradients of
-their outputs, 4h + 2(a + 2k) + 2f, or 4f if gated.
-
-That is 40h for InternViT-6B and 28.7h for InternLM2-20B; 32h for a plain encoder, which is the 34h
-of arXiv 2205.05198 less two dropout masks. The parts in h are split among GPUs only with sequence
-parallelism. A frozen layer that passes a gradient on needs no inputs of matrix products: outputs of
-norms and of the activation function are left out.
+What a layer saves for the backward pass is in `models.layer_bytes`. Weight gradients that are
+deferred need the inputs of products, in bf16 4h + 2a + 2f bytes per token, and the gradients of
+their outputs, 4h + 2(a + 2k) + 2f, or 4f if gated: h is the width, a and k that of all query and
+all key heads, f that of the feed-forward part. What is in h is split among GPUs only with sequence
+parallelism.
 """
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import isqrt
 
 from isobatch.engine.cost_model.operations import (
     BYTES,
@@ -35,13 +24,24 @@ from isobatch.engine.cost_model.operations import (
     Sent,
     TokenStream,
 )
-from isobatch.engine.cost_model.parallel import Parallelism, Part
-from isobatch.models.image_rules import NativeSizeRule
+from isobatch.engine.cost_model.parallel import Parallelism, Part, Training
+from isobatch.models.layer_bytes import (
+    LOGIT_BYTES,
+    LayerRun,
+    embedding_bytes,
+    head_bytes,
+    projector_bytes,
+    transformer_bytes,
+)
 from isobatch.models.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
 
 
-def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
+def layers_of(
+    model: ModelPreset, parallel: Parallelism, training: Training | None = None
+) -> tuple[Layer, ...]:
     """The layers of a model. ConfigError if the preset does not give the model's dimensions.
+
+    What they save is by the dtype and kernels of `training`.
 
     >>> from isobatch.models.presets import load_model
     >>> layers = layers_of(load_model("tiny"), Parallelism())
@@ -49,22 +49,27 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     ['patch_embedding', 'vision_layer', 'vision_layer', 'vision_projector']
     """
     vit, llm = model.dimensions
+    training = training or Training()
+    run = LayerRun(
+        gpus=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        number_bytes=training.mode.weight_bytes,
+        kernels=training.kernels,
+    )
     layers: list[Layer] = []
     passing: Sent = ()
     if model.audio_encoder is not None:
-        sizes = _Sizes(model.audio_encoder, TokenStream(phase="audio"), parallel)
+        sizes = _Sizes(model.audio_encoder, TokenStream(phase="audio"), run)
         products = _audio_embedding(model)
         layers += _encoder(sizes, "audio", products, passing, merged_from=1.0)
         passing = layers[-1].sent
-    sizes = _Sizes(vit, TokenStream(phase="vision"), parallel)
+    sizes = _Sizes(vit, TokenStream(phase="vision"), run)
     # the class token is not embedded from pixels, and not passed on
-    share = 1.0
-    if not isinstance(model.vision, NativeSizeRule):
-        share = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
+    share = model.embedded_share
     patches = TokenStream(phase="vision", per_token=share)
     product = MatMul(inputs=vit.patch_values, outputs=vit.hidden_size, stream=patches)
     layers += _encoder(sizes, "vision", (product,), passing, merged_from=share)
-    return (*layers, *_language_model(_Sizes(llm, TokenStream(phase="llm"), parallel), llm))
+    return (*layers, *_language_model(_Sizes(llm, TokenStream(phase="llm"), run), llm))
 
 
 def _audio_embedding(model: ModelPreset) -> tuple[MatMul, ...]:
@@ -99,12 +104,12 @@ class _Sizes:
 
     shape: TransformerShape
     stream: TokenStream
-    parallel: Parallelism
+    run: LayerRun
 
     @property
     def shared(self) -> float:
         """Width of what GPUs split only with sequence parallelism."""
-        return self.parallel.token_share(self.shape.hidden_size)
+        return self.run.token_share(self.shape.hidden_size)
 
     @property
     def output_bytes(self) -> float:
@@ -116,7 +121,7 @@ class _Sizes:
 
     def gathers(self, *widths: int, count: int = 1) -> tuple[Collective, ...]:
         """Gathers among tensor-parallel GPUs of tokens of each width; none on one GPU."""
-        if self.parallel.tp == 1:
+        if self.run.gpus == 1:
             return ()
         sizes = (BYTES * width for width in widths)
         return tuple(Collective(bytes_per_token=s, count=count, stream=self.stream) for s in sizes)
@@ -129,10 +134,10 @@ class _Sizes:
 
 
 def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
-    shape, h, tp = sizes.shape, sizes.shape.hidden_size, sizes.parallel.tp
+    shape, h, tp = sizes.shape, sizes.shape.hidden_size, sizes.run.gpus
     # widths on one GPU: all query heads, all key heads, feed-forward part
-    a, k = (-(-num // tp) * shape.head_size for num in (shape.num_heads, shape.num_kv_heads))
-    f = -(-shape.ffn_size // tp)
+    a, k = sizes.run.head_widths(shape)
+    f = sizes.run.split(shape.ffn_size)
     attention = a + 2 * k
     mixed = ("gated_attention", "linear_weights", "mean_attention_weights")
     if any(getattr(shape, name, None) for name in mixed):
@@ -165,8 +170,6 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
         sizes.product(f, h),
         residual,
     )
-    heads = 2.0 * (a + 2 * k) + 2 * a + (2.0 * (a + k) if normed else 0)
-    scales = 4 * sizes.shared * scaled
     # all experts are held, of which a token goes to some
     experts = (shape.all_experts_size if isinstance(shape, LlmShape) else None) or shape.ffn_size
     held = shape.held_weights if isinstance(shape, LlmShape) else shape.layer_weights
@@ -178,8 +181,7 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
         operations=operations,
         num_params=held + 2 * h,
         gpu_params=weights + 2 * h,
-        saved_bytes=8 * sizes.shared + heads + scales + (2 + 2 * ups) * f,
-        saved_for_input_bytes=4 * sizes.shared + heads + 2 * ups * f,
+        saved=transformer_bytes(shape, sizes.run),
         deferred_bytes=8 * sizes.shared + 2.0 * (a + 2 * k) + 2 * a + (2 + 2 * ups) * f,
         input_bytes=sizes.output_bytes,
         working_bytes=2.0 * h + sizes.output_bytes + 2 * ups * f,
@@ -208,14 +210,13 @@ def _encoder(
         operations=products,
         num_params=num_params,
         gpu_params=num_params,
-        saved_bytes=float(BYTES * sum(embedded)),
+        saved=embedding_bytes(sum(embedded), sizes.run),
         deferred_bytes=float(BYTES * (sum(embedded) + sum(outputs))),
         input_bytes=float(BYTES * embedded[0]),
         working_bytes=float(BYTES * h),
         sent=sent,
     )
-    # merging concatenates: the projector's input is as many widths wide as tokens were merged
-    merged = merged_from * h / shape.projector[0] / shape.pooled
+    merged = shape.merged_share(merged_from)
     features = TokenStream(phase=sizes.stream.phase, per_token=merged)
     layer = _transformer_layer(sizes, part, sent)
     projector = _projector(replace(sizes, stream=features), shape, f"{part}_projector", passing)
@@ -224,9 +225,9 @@ def _encoder(
 
 def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> Layer:
     """Norm and an MLP, whose products are split in turn by their outputs and by their inputs."""
-    parallel, widths = sizes.parallel, shape.projector
-    held = [-(-width // parallel.tp) if place % 2 else width for place, width in enumerate(widths)]
-    first, last = parallel.token_share(widths[0]), parallel.token_share(widths[-1])
+    run, widths = sizes.run, shape.projector
+    held = [run.split(width) if place % 2 else width for place, width in enumerate(widths)]
+    first, last = run.token_share(widths[0]), run.token_share(widths[-1])
     operations: list[Operation] = [sizes.elementwise(4 * first, 1)]
     operations += sizes.gathers(widths[0], widths[-1])
     for inputs, outputs in pairwise(held):
@@ -242,9 +243,9 @@ def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> 
         operations=tuple(operations),
         num_params=shape.projector_weights + widths[0],
         gpu_params=weights + widths[0],
-        saved_bytes=4 * first + sum(4.0 * width for width in held[1:-1]),
-        saved_for_input_bytes=2 * first + sum(2.0 * width for width in held[1:-1]),
-        deferred_bytes=2 * first + sum(4.0 * width for width in held[1:-1]) + 2 * last,
+        saved=projector_bytes(shape, run),
+        deferred_bytes=shape.num_projectors
+        * (2 * first + sum(4.0 * width for width in held[1:-1]) + 2 * last),
         input_bytes=BYTES * first,
         working_bytes=float(BYTES * widths[0]) + 2.0 * max(held[1:]),
         sent=((sizes.stream, BYTES * last), *passing),
@@ -253,8 +254,7 @@ def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> 
 
 def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
     """Token embedding, layers, final norm and head with the loss; GPUs split the vocabulary."""
-    h, tp = llm.hidden_size, sizes.parallel.tp
-    vocabulary = -(-llm.vocab_size // tp)
+    h, vocabulary = llm.hidden_size, sizes.run.split(llm.vocab_size)
     gather = sizes.gathers(h)
     sent = ((sizes.stream, sizes.output_bytes),)
     embedding = Layer(
@@ -276,8 +276,7 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         operations=(sizes.norm, *gather, sizes.product(h, vocabulary), loss),
         num_params=llm.vocab_size * h + h,
         gpu_params=vocabulary * h + h,
-        saved_bytes=4 * sizes.shared + 2.0 * vocabulary,
-        saved_for_input_bytes=2 * sizes.shared + 2.0 * vocabulary,
+        saved=head_bytes(llm, sizes.run, LOGIT_BYTES["fused"]),
         deferred_bytes=2 * sizes.shared + 2.0 * vocabulary,
         input_bytes=sizes.output_bytes,
         working_bytes=2.0 * h,

@@ -1,11 +1,12 @@
 """Layers and their operations as data, timed by `analytical`. Pure.
 
-Sizes are those of one tensor-parallel GPU; bytes are those of bf16.
+Sizes are those of one tensor-parallel GPU; bytes are those of bf16, but for `Layer.saved`.
 """
 
 from dataclasses import dataclass
 
 from isobatch.engine.cost_model.parallel import Part
+from isobatch.models.layer_bytes import NOTHING, KeptBytes
 
 BYTES = 2
 """Bytes of a bf16 number."""
@@ -78,10 +79,8 @@ class Layer:
     """Parameters of the whole layer."""
     gpu_params: int
     """Parameters on one tensor-parallel GPU."""
-    saved_bytes: float = 0.0
-    """Activations for the gradients of input and weights."""
-    saved_for_input_bytes: float = 0.0
-    """Activations for the gradient of the input alone."""
+    saved: KeptBytes = NOTHING
+    """Activations for the backward pass, in the dtype of the run."""
     deferred_bytes: float = 0.0
     """Products' inputs and gradients of their outputs, for weight gradients that come later."""
     input_bytes: float = 0.0

@@ -10,6 +10,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.clusters import NS_PER_S, Cluster, Link
 from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.layer_bytes import Kernels
 from isobatch.models.presets import ModelPreset
 
 Part = Literal["audio", "vision", "projector", "llm"]
@@ -39,10 +40,6 @@ class Parallelism:
     def num_gpus(self) -> int:
         """GPUs of all replicas."""
         return self.tp * self.pp * self.dp
-
-    def token_share(self, size: int) -> float:
-        """`size` as one GPU holds it outside of tensor-parallel products."""
-        return size / self.tp if self.sequence_parallel else float(size)
 
     def tensor_link(self, cluster: Cluster) -> Link:
         """The link between tensor-parallel GPUs."""
@@ -75,6 +72,8 @@ class Training:
     projector: bool = True
     llm: bool = True
     mode: TrainingMode = field(default_factory=TrainingMode)
+    kernels: Kernels = "transformers"
+    """Modules as transformers has them, or with norms and activation functions fused."""
 
     def trains(self, part: Part) -> bool:
         """Whether a part is trained."""

@@ -20,9 +20,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from isobatch.balance.metrics import longest
-from isobatch.balance.steps._node_placement import place_batches
-from isobatch.balance.steps.all_to_all import Permutation, from_assignment
-from isobatch.balance.steps.post_balancing import (
+from isobatch.balance.steps.step_planner import ENCODERS, StepAssignment, StepRequest
+from isobatch.common.errors import ConfigError
+from isobatch.common.types import Counts, Groups, IntArray
+from isobatch.engine.cost_model.loads import PhaseLoads
+from isobatch.engine.dispatching._node_placement import place_batches
+from isobatch.engine.dispatching.all_to_all import Permutation, from_assignment
+from isobatch.engine.dispatching.post_balancing import (
     as_batches,
     balance_conv,
     balance_padded,
@@ -30,10 +34,6 @@ from isobatch.balance.steps.post_balancing import (
     balance_squares,
     balance_sums,
 )
-from isobatch.balance.steps.step_planner import ENCODERS, StepAssignment, StepRequest
-from isobatch.common.errors import ConfigError
-from isobatch.common.types import Counts, Groups, IntArray
-from isobatch.engine.cost_model.loads import PhaseLoads
 from isobatch.engine.dispatching.routes import planned_routes
 
 PHASES = (*ENCODERS, "llm")

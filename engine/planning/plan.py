@@ -290,6 +290,8 @@ def _with_mode(inputs: dict[str, Any], version: int, where: str) -> dict[str, An
             "gradients": "fp32" if training.pop("gradient_bytes", 4) == 4 else "bf16",
             "zero_stage": parallel.pop("zero_stage", None),
         }
+    # plans of isobatch 0.1 were of fused kernels without saying so
+    training.setdefault("kernels", "fused")
     _require_keys(training, {f.name for f in fields(Training)}, f"{where}, training")
     names = {f.name for f in fields(TrainingMode)}
     mode = _require_keys(training["mode"], names, f"{where}, mode")

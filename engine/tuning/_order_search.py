@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from isobatch.balance.steps.repack import cluster_costs, cluster_orders
 from isobatch.common.types import IntArray
 from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.tuning.order_times import NEVER, OrderProblem, fits, run_order, times_of_orders
+from isobatch.engine.tuning.repack import cluster_costs, cluster_orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from isobatch.balance.steps.repack import pack_balanced
 from isobatch.common.types import BoolArray, FloatArray, Groups, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.loads import PHASES, QUANTITIES, Loads, PhaseLoads
+from isobatch.engine.tuning.repack import pack_balanced
 
 CostFunction = Callable[[Loads], Costs]
 """Costs of the layers for any micro-batches, by a model on a cluster or by a profile."""

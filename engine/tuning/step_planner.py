@@ -15,16 +15,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from isobatch.balance.steps.post_balancing import as_batches, balance_sums
-from isobatch.balance.steps.repack import pack_balanced
 from isobatch.balance.steps.step_planner import StepAssignment, StepRequest
 from isobatch.common.types import Counts, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
+from isobatch.engine.dispatching.post_balancing import as_batches, balance_sums
 from isobatch.engine.simulator.evaluate import schedule_for
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning.order_times import order_problem, times_of_orders
 from isobatch.engine.tuning.pack import marginal_costs
+from isobatch.engine.tuning.repack import pack_balanced
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6

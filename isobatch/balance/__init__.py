@@ -34,22 +34,6 @@ if TYPE_CHECKING:
     from isobatch.balance.order.global_shuffle import GroupOrder as GroupOrder
     from isobatch.balance.order.global_shuffle import epoch_steps as epoch_steps
     from isobatch.balance.order.regroup import regroup as regroup
-    from isobatch.balance.steps._node_placement import place_batches as place_batches
-    from isobatch.balance.steps.all_to_all import CommVolumes as CommVolumes
-    from isobatch.balance.steps.all_to_all import Permutation as Permutation
-    from isobatch.balance.steps.all_to_all import comm_volumes as comm_volumes
-    from isobatch.balance.steps.all_to_all import from_assignment as from_assignment
-    from isobatch.balance.steps.post_balancing import as_batches as as_batches
-    from isobatch.balance.steps.post_balancing import balance_conv as balance_conv
-    from isobatch.balance.steps.post_balancing import balance_padded as balance_padded
-    from isobatch.balance.steps.post_balancing import (
-        balance_padded_attention as balance_padded_attention,
-    )
-    from isobatch.balance.steps.post_balancing import balance_squares as balance_squares
-    from isobatch.balance.steps.post_balancing import balance_sums as balance_sums
-    from isobatch.balance.steps.repack import cluster_costs as cluster_costs
-    from isobatch.balance.steps.repack import cluster_orders as cluster_orders
-    from isobatch.balance.steps.repack import pack_balanced as pack_balanced
     from isobatch.balance.steps.step_planner import StepAssignment as StepAssignment
     from isobatch.balance.steps.step_planner import StepPlanner as StepPlanner
     from isobatch.balance.steps.step_planner import StepRequest as StepRequest

@@ -1,4 +1,4 @@
-"""The HTML document around reports and charts; it needs no other file.
+"""The HTML document around reports; it needs no other file.
 
 No scripts, no fonts, no links to elsewhere; colours follow the reader's light or dark mode.
 """

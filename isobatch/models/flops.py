@@ -23,7 +23,6 @@ matrices alone 39.9 %). Factor 3, nothing recomputed: PaLM (arXiv 2204.02311), a
 """
 
 from dataclasses import dataclass, fields
-from math import isqrt
 
 import numpy as np
 
@@ -101,7 +100,7 @@ class FlopsModel:
             vision=preset.vision,
             vit=vit,
             llm=llm,
-            vit_flops_per_token=_vit_flops_per_token(vit, preset.vision),
+            vit_flops_per_token=_vit_flops_per_token(vit, preset.embedded_share),
             vit_flops_per_square=4 * vit.num_layers * vit.attention_size,
             llm_flops_per_token=_llm_flops_per_token(llm),
             llm_flops_per_square=2 * llm.num_layers * llm.attention_size,
@@ -165,15 +164,9 @@ class FlopsModel:
         return f"{self.name} ({self.speed})"
 
 
-def _vit_flops_per_token(vit: VitShape, vision: VisionRule) -> float:
-    # shares of the ViT's tokens: the class token is not embedded, merged patches are projected as 1
-    embedded = 1.0
-    if not isinstance(vision, NativeSizeRule):
-        embedded = isqrt(vision.vit_tokens_per_patch) ** 2 / vision.vit_tokens_per_patch
-    # merging concatenates: the projector's input is as many ViT widths wide as patches were merged
-    projected = embedded * vit.hidden_size / vit.projector[0] / vit.pooled
+def _vit_flops_per_token(vit: VitShape, embedded: float) -> float:
     weights = vit.num_layers * vit.layer_weights + embedded * vit.patch_values * vit.hidden_size
-    return 2 * (weights + projected * vit.projector_weights)
+    return 2 * (weights + vit.merged_share(embedded) * vit.projector_weights)
 
 
 def _llm_flops_per_token(llm: LlmShape) -> int:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from itertools import pairwise
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,26 @@ class TransformerShape:
     """Layers that attend over a whole image or sample; None: all of them."""
     window: int | None = None
     """Tokens that the other layers attend to; None: their attention is linear."""
+    quick_gelu: bool = False
+    """Activation function x * sigmoid(1.702 x) (CLIP, Qwen2-VL): activations, no FLOPs."""
+    sandwich_norms: bool = False
+    """Norms before and after attention and feed-forward part, in float32 (Gemma 2 to 4)."""
 
     def __post_init__(self) -> None:
         check_positive(self, most=MOST_SIZE)
         if (self.num_full_layers or 0) > self.num_layers:
             found = f"num_full_layers = {self.num_full_layers}"
             raise ConfigError(f"{found}: there are {self.num_layers} layers")
+
+    @property
+    def has_rms_norms(self) -> bool:
+        """Whether layers have RMSNorm and not LayerNorm; Whisper's encoder does not."""
+        return False
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return False
 
     @property
     def attention_size(self) -> int:
@@ -113,6 +128,14 @@ class EncoderShape(TransformerShape):
         one = sum(first * second for first, second in pairwise(self.projector))
         return self.num_projectors * one
 
+    def merged_share(self, embedded: float) -> float:
+        """Tokens that enter a projector per token of the encoder.
+
+        Merging concatenates: the projector's input is as many widths wide as tokens were merged.
+        `embedded`: share of the encoder's tokens that come from pixels, and are passed on.
+        """
+        return embedded * self.hidden_size / self.projector[0] / self.pooled
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitShape(EncoderShape):
@@ -124,6 +147,18 @@ class VitShape(EncoderShape):
     """Queries and keys are normalised, as in InternViT-6B: activations, hardly any FLOPs."""
     layer_scale: bool = False
     """Outputs of attention and feed-forward part are scaled by learnt factors: activations too."""
+    joint_attention: bool = False
+    """One product makes queries, keys and values (Qwen-VL, GLM-4V): activations, no FLOPs."""
+
+    @property
+    def has_rms_norms(self) -> bool:
+        """By families: those with gates or normalised queries have RMSNorm, others LayerNorm."""
+        return self.gated or self.query_key_norm
+
+    @property
+    def has_head_norms(self) -> bool:
+        """`query_key_norm`."""
+        return self.query_key_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +191,18 @@ class LlmShape(TransformerShape):
     """Entries of the matrices of one layer's attention, where layers differ in them (Gemma 4)."""
     embedding_size: int | None = None
     """Values per token in all tables of embeddings; None: `hidden_size` (Gemma 4 has more)."""
+    head_norms: bool = False
+    """Queries and keys are normalised (Qwen3, Gemma 3): activations, hardly any FLOPs."""
+
+    @property
+    def has_rms_norms(self) -> bool:
+        """All families that we know have."""
+        return True
+
+    @property
+    def has_head_norms(self) -> bool:
+        """`head_norms`."""
+        return self.head_norms
 
     @property
     def attention_weights(self) -> int:
@@ -306,6 +353,21 @@ class ModelPreset:
             where = f"model preset {self.name}"
             raise ConfigError(f"{where} has no [vit] and [llm] tables: add the model's dimensions")
         return self.vit, self.llm
+
+    @property
+    def embedded_share(self) -> float:
+        """Share of the encoder's tokens that are embedded from pixels: not a class token."""
+        if isinstance(self.vision, NativeSizeRule):
+            return 1.0
+        tokens = self.vision.vit_tokens_per_patch
+        return isqrt(tokens) ** 2 / tokens
+
+    @property
+    def vit_tokens_per_unit(self) -> int:
+        """ViT tokens of a unit of the vision cap."""
+        if isinstance(self.vision, NativeSizeRule):
+            return 1
+        return self.vision.vit_tokens_per_patch
 
     @property
     def vision_unit(self) -> str:

@@ -120,6 +120,8 @@ class Manifest:
     limits: Limits
     """Caps that the groups keep."""
     num_groups: int
+    num_packed: int
+    """Samples in groups."""
     shards: tuple[BuildFile, ...]
     files: tuple[BuildFile, ...]
     """The index and the tables."""
@@ -275,6 +277,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         model=model_from_dict(values["model"]),
         limits=build_config(Limits, values["limits"], where=where),
         num_groups=totals["num_groups"],
+        num_packed=totals["num_packed"],
         shards=tuple(map(BuildFile.from_json, values["shards"])),
         files=tuple(map(BuildFile.from_json, values["files"])),
         data_root=values.get("data_root"),

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
+from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._packer_door import (
     RawRecord,
     RecordTable,
     columns_of_records,
     find_records,
 )
-from isobatch.loaders.online.own.streams import StreamRecords, is_stream
+from isobatch.loaders.online.own.streams import ShuffledPart, StreamRecords, as_stream, is_stream
 from isobatch.loaders.online.records import BrokenRecord, Records, Transform
 
 if TYPE_CHECKING:
@@ -60,12 +62,14 @@ class PlaceRecords(Records):
         return replace(record, value=value)
 
 
-def open_records(dataset: Any, packing: "PackingConfig", *, seed: int, shows: bool) -> Records:
+def open_records(
+    dataset: Any, packing: "PackingConfig", config: LoaderConfig, *, shows: bool
+) -> Records:
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
     as_files = packing.encode is None
+    dataset = _of_rank(dataset, packing, config)
     if packing.measure == "own" and is_stream(dataset):
-        is_own = packing.is_sharded
-        return StreamRecords(dataset, packing.transform, as_files=as_files, is_sharded=is_own)
+        return StreamRecords(dataset, packing.transform, as_files=as_files)
     if not isinstance(dataset, str | Path):
         return Records(dataset, packing.transform, as_files=as_files)
     if packing.encode is not None:
@@ -78,10 +82,26 @@ def open_records(dataset: Any, packing: "PackingConfig", *, seed: int, shows: bo
         packing.keep_columns,
         columns=packing.columns,
         all_columns=packing.transform is not None,
-        seed=seed,
+        seed=config.seed,
         shows=shows,
     )
     return PlaceRecords(places, packing.transform)
+
+
+def _of_rank(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> Any:
+    """What a rank reads. ConfigError for ranks' own parts where all ranks need all records."""
+    has_ranks = config.ranks()[1] > 1
+    if packing.measure == "own":
+        is_part = packing.is_sharded and has_ranks and not is_stream(dataset)
+        return ShuffledPart(dataset, config.seed) if is_part else as_stream(dataset)
+    if packing.is_sharded is not None:
+        raise ConfigError("is_sharded is for measure='own', where each rank packs its own items")
+    if isinstance(dataset, IterableDataset) and has_ranks:
+        raise ConfigError(
+            f"dataset is a {type(dataset).__name__}, which is iterated, and may have a part of its "
+            "own on each rank; give measure='own'"
+        )
+    return dataset
 
 
 def require_columns(records: Records, columns: Mapping[str, str] | None) -> None:

@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from isobatch.balance.grouping.cap_lines import CapNames, cap_lines, padded_lines
+from isobatch.balance.grouping.caps import PaddedChoice
 from isobatch.common.consoles import messages
 from isobatch.common.errors import DataError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
@@ -87,6 +89,8 @@ class MeasuredPart:
     """Of whom these samples are the share."""
     state: Any = None
     """Of its stream."""
+    content: tuple[int, int] = (0, 0)
+    """Of its stream, if that is the rank's own: items read in this epoch, and a sum of them."""
     ids: dict[int, str] = field(default_factory=dict)
     """Samples over a given cap -> their own ids, since rows of counts have none."""
     never_read: dict[str, NeverRead] = field(default_factory=dict)
@@ -194,15 +198,21 @@ class SampleLengths:
         if self._options.max_vision is not None or not has_images.any():
             return limits
         before = self.explained
-        found = self.choose_limits(samples[has_images], limits.max_seq_len)
-        lines = [line.replace("your max_tokens", "as before") for line in self.explained]
-        self.explained = [*before, "when the first images came:", *lines]
+        found = self.choose_limits(samples[has_images], as_before=limits.max_seq_len)
+        self.explained = [*before, "when the first images came:", *self.explained]
         return found
 
-    def choose_limits(self, samples: IntArray, max_tokens: int | None = None) -> Limits:
-        """Caps, chosen by these samples as far as they are not given, here or by the options."""
+    def choose_limits(self, samples: IntArray, as_before: int | None = None) -> Limits:
+        """Caps, chosen by these samples as far as they are not given, here or by the options.
+
+        `as_before`: tokens that were chosen before.
+        """
         options, model = self._options, self._counter.model
-        options = replace(options, max_tokens=max_tokens or options.max_tokens)
+        options = replace(options, max_tokens=as_before or options.max_tokens)
+        names = CapNames(
+            given_tokens="your max_tokens" if as_before is None else "as before",
+            larger_tokens="max_tokens={}",
+        )
         if options.max_tokens is not None and options.max_vision is not None:
             most = model.context_len if options.packing else options.max_tokens
             caps = min(options.max_tokens, most), options.max_vision
@@ -215,8 +225,9 @@ class SampleLengths:
             )
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
         if not options.packing:
-            limits, self.explained = self._padded_limits(counts, options)
-            return limits
+            padded = self._padded_limits(counts, options)
+            self.explained = padded_lines(padded, names)
+            return padded.limits
         choice = choose_limits(
             counts,
             GroupOptions(
@@ -226,12 +237,10 @@ class SampleLengths:
             context_len=model.context_len,
             predictor=FlopsModel.of(model) if model.has_dimensions else None,
         )
-        # the packer's option has another name
-        lines = (each.replace("your max_seq_len", "your max_tokens") for each in choice.lines)
-        self.explained = [each.replace("--max-seq-len ", "max_tokens=") for each in lines]
+        self.explained = cap_lines(choice, names)
         return choice.limits
 
-    def _padded_limits(self, counts: Counts, options: LengthOptions) -> tuple[Limits, list[str]]:
+    def _padded_limits(self, counts: Counts, options: LengthOptions) -> PaddedChoice:
         """Caps of padded batches, chosen by the samples that are within those that are given."""
         from isobatch.balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
 

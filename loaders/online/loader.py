@@ -27,12 +27,12 @@ from isobatch.loaders.online._place_records import open_records, require_columns
 from isobatch.loaders.online._save_build import require_place, save_build
 from isobatch.loaders.online.encoded import Encode
 from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
-from isobatch.loaders.online.own.items import of_items, require_records
+from isobatch.loaders.online.own.items import of_items, require_own_options, require_records
 from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.own.streams import StreamRecords
 from isobatch.loaders.online.own.windows import OwnWindows
 from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
-from isobatch.loaders.online.records import Transform, identity_of
+from isobatch.loaders.online.records import Records, Transform, identity_of
 from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.plan.window_order import WindowOrder
 from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
@@ -104,8 +104,10 @@ class PackingConfig:
     """"own": each rank packs what it has loaded itself, for IterableDatasets, and where items are
     samples already, with `input_ids`, and so have a length only once they are loaded.
     """
-    is_sharded: bool = False
-    """Whether an IterableDataset gives each rank its own items by itself."""
+    is_sharded: bool | None = None
+    """With `measure="own"`, whether each rank's dataset has items of its own, as those of libraries
+    that shard by themselves; None: as the ranks' first items tell.
+    """
     max_tokens: int | None = None
     """LLM tokens of a micro-batch at most; None: chosen by the first window (`explained`)."""
     max_vision: int | None = None
@@ -161,7 +163,7 @@ class PackingOptions(LoaderOptions, total=False):
     columns: dict[str, str] | None
     transform: Transform | None
     measure: Literal["together", "own"]
-    is_sharded: bool
+    is_sharded: bool | None
     max_tokens: int | None
     max_vision: int | None
     packing: bool
@@ -217,14 +219,10 @@ class BalancedLoader(StepStream):
 
     def _begin(self, dataset: Any, exchange: RankExchange | None) -> None:
         """The beginning of the first epoch."""
-        packing, config = self._packing, self._config
+        config = self._config
         is_leader = exchange.rank == 0 if exchange is not None else config.dp_rank == 0
-        if packing.measure == "own":
-            packing = self._packing = of_items(dataset, packing, config)
-        records = open_records(dataset, packing, seed=config.seed, shows=is_leader)
-        if not len(records):
-            raise ConfigError("the dataset has no records")
-        require_records(records, packing)
+        records = self._open_records(dataset, shows=is_leader)
+        packing = self._packing
         self._counter = counter = open_counter(packing, config, records.places)
         require_columns(records, packing.columns)
         self.model, self.vocab_size = counter.model, counter.vocab_size
@@ -249,6 +247,7 @@ class BalancedLoader(StepStream):
         if is_own:
             own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
             reader.lengths, name = own, own.open(reader, config.ranks())
+            own.compare_items(packing.is_sharded)
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
@@ -266,6 +265,20 @@ class BalancedLoader(StepStream):
         self._pid, self._running = os.getpid(), None
         self._closed, self._resumes, self.num_dropped_samples = False, False, 0
         self._has_compared = False
+
+    def _open_records(self, dataset: Any, *, shows: bool) -> Records:
+        """The records; `_packing` then says how they are counted, if they are samples already."""
+        packing, is_own = self._packing, self._packing.measure == "own"
+        if is_own:
+            require_own_options(packing, self._config)
+        records = open_records(dataset, packing, self._config, shows=shows)
+        if not len(records):
+            raise ConfigError("the dataset has no records")
+        if is_own:
+            packing = self._packing = of_items(records, packing)
+            records.as_files = packing.encode is None
+        require_records(records, packing)
+        return records
 
     def _settings(self) -> WindowSettings:
         packing, config = self._packing, self._config

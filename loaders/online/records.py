@@ -55,7 +55,8 @@ class BrokenRecord:
 class Records:
     """The records of a dataset, after the user's `transform`."""
 
-    _as_files = True
+    as_files = True
+    """Whether pictures are given as files."""
     places: Any = None
     """The packer's table of records, where the dataset is named by its place."""
 
@@ -75,7 +76,7 @@ class Records:
             )
         if as_files and _has_columns(dataset):
             dataset = _Undecoded(dataset)
-        self._as_files = as_files
+        self.as_files = as_files
         self._dataset: MapDataset = dataset
         self._transform = transform
 
@@ -121,7 +122,7 @@ class Records:
             except Exception as error:
                 return BrokenRecord(f"transform: {type(error).__name__}: {first_line(error)}")
         try:
-            return with_files(value) if self._as_files else value
+            return with_files(value) if self.as_files else value
         except Exception as error:  # of a picture that was opened, and is decoded only now
             why = f"a picture: {type(error).__name__}: {first_line(error)}"
             return BrokenRecord(why, "corrupt_image")

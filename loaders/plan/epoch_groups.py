@@ -83,6 +83,8 @@ class EpochSource(Protocol):
     builds: Sequence[PlannedBuild]
     identity: dict[str, object]
     """What a state must agree with when a run resumes; plain JSON."""
+    num_samples: int | None
+    """Samples of a whole epoch, if each comes once in it."""
 
     def epoch(self, number: int) -> Epoch:
         """The groups of an epoch."""
@@ -98,6 +100,7 @@ class StoredGroups:
         """`place`: the build's place among the loader's builds, as of all classes here."""
         self.builds: Sequence[PlannedBuild] = [build]
         self.identity: dict[str, object] = {"manifest_hash": build.manifest.hash, "regroup": None}
+        self.num_samples: int | None = build.manifest.num_packed
         self._place = place
 
     def __len__(self) -> int:
@@ -212,6 +215,7 @@ class ChosenGroups:
             "regroup": None,
             "samples": choice_digest(chosen),
         }
+        self.num_samples: int | None = int(np.count_nonzero(chosen))
         groups = pack_chosen(build, chosen)
         self._groups = SampleGroups([build.samples], groups, place)
 
@@ -272,8 +276,10 @@ class Regrouped:
             "regroup": {"window_groups": window_groups},
         }
         self._stored = pack_chosen(build, chosen)
+        self.num_samples: int | None = build.manifest.num_packed
         if chosen is not None:
             self.identity["samples"] = choice_digest(chosen)
+            self.num_samples = int(np.count_nonzero(chosen))
         self._epochs = PreparedEpochs(self._make)
 
     def epoch(self, number: int) -> SampleGroups:

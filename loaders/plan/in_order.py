@@ -32,8 +32,10 @@ class InOrder(EpochSource):
         self.builds = builds
         hashes = "\n".join(build.manifest.hash for build in builds)
         self.identity = {"manifest_hash": hashes, "regroup": None}
+        self.num_samples = sum(build.manifest.num_packed for build in builds)
         if chosen is not None:
             self.identity["samples"] = choice_digest(np.concatenate(chosen))
+            self.num_samples = sum(int(np.count_nonzero(each)) for each in chosen)
         self._tables = [build.samples for build in builds]
         firsts = np.cumsum([0, *(table.offsets[-1] for table in self._tables)])
         parts = [

@@ -44,6 +44,8 @@ class MixedGroups:
         exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
         self._shares = [weight / max(exact) for weight in exact]
         self.identity = joint_identity(parts, list(map(str, self._shares)))
+        numbers = [part.num_samples or 0 for part in parts]
+        self.num_samples = sum(numbers) if set(self._shares) == {1} else None
         self._epochs = PreparedEpochs(self._make)
 
     def shares_at(self, step: int) -> list[float]:

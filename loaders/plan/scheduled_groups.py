@@ -117,6 +117,7 @@ class ScheduledGroups(EpochSource):
         self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
         self.identity = joint_identity(parts, ["by step"] * len(parts))
         self.parts, self.schedule, self.seed, self.balance = parts, schedule, seed, balance
+        self.num_samples = None
         self._passes: dict[tuple[int, int], Epoch] = {}
         self._lock = threading.Lock()
 
@@ -253,6 +254,15 @@ class WeightedOrder:
         twin.__dict__.update(self.__dict__ | own | orders)
         return twin
 
+    def samples_until(self, later: "WeightedOrder") -> int:
+        """Samples of the groups between this position and a later one, by the builds' passes."""
+        between = 0
+        for part, source in enumerate(self._source.parts):
+            passes = later._passes[part] - self._passes[part]
+            between += passes * (source.num_samples or 0)
+            between += self._left(part) - later._left(part)
+        return between
+
     def open_passes(self) -> list[Epoch]:
         """The pass of each build that its next group is in."""
         return [self._source.group_pass(*each) for each in enumerate(self._passes)]
@@ -269,6 +279,12 @@ class WeightedOrder:
             consumed=consumed,
             spare=spare,
         )
+
+    def _left(self, part: int) -> int:
+        """Samples that are still to come of a build's pass."""
+        order = self._orders[part].copy()
+        groups = self._source.group_pass(part, self._passes[part])
+        return int(groups.column("num_samples", order.take(order.remaining)).sum())
 
     def _loads(self) -> list[Fraction]:
         """Groups of each build in an epoch of this step's weights; one at least in all."""

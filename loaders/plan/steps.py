@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from isobatch.balance.steps.step_planner import (
     StepRequest,
     check_assignment,
 )
-from isobatch.common.errors import ConfigError
+from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import COUNT_COLUMNS, IntArray
 from isobatch.loaders.plan._saved_state import STATE_VERSION, checked_state
 from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
@@ -62,6 +62,10 @@ class Steps:
     _groups: Epoch
     epoch: int
     """Epoch of the next step; after its last step, the epoch that `finish_epoch` ends."""
+    _begun: GroupOrder
+    """Where this epoch began here: at its start, or where a state said."""
+    _num_used: int
+    """Samples of the steps given since then, on all ranks."""
 
     def __init__(
         self, source: EpochSource, config: StepConfig, planner: StepPlanner | None = None
@@ -172,6 +176,7 @@ class Steps:
             for name in ("num_loss_tokens", "num_samples")
         )
         totals = list(map(StepTotals, labels, samples, figures.loss_normalizers.tolist()))
+        self._num_used += sum(samples)
         plans = self._stored(steps[:, self._config.dp_rank], totals, streams, figures)
         if self._planner is None:
             return plans
@@ -180,18 +185,39 @@ class Steps:
     def move_past(self, plan: StepPlan) -> None:
         """Move to the position after `plan`, which a copy in the same epoch has made."""
         self._stream = plan.stream
+        self._num_used += plan.totals.num_samples
         if isinstance(plan.stream, WindowOrder):
             plan.stream.forget_past()
 
     def finish_epoch(self) -> int:
-        """Move to the next epoch; -> the number of samples left out of this one."""
+        """Move to the next epoch; -> the number of samples left out of this one.
+
+        IsobatchError if a sample of this one is neither used nor rejected nor left out.
+        """
         left_out = self._stream.copy().take(self._stream.remaining)
         num_samples = int(self._groups.column("num_samples", left_out).sum())
+        self._check_samples(num_samples)
         stream = self._stream
         self._start(
             self.epoch + 1, stream.after_epoch() if isinstance(stream, WeightedOrder) else None
         )
         return num_samples
+
+    def _check_samples(self, left_out: int) -> None:
+        """IsobatchError unless the steps since the epoch began here had every sample once."""
+        begun, ended, source = self._begun, self._stream, self._source
+        if isinstance(begun, WindowOrder | WeightedOrder):
+            there = begun.samples_until(cast("Any", ended))
+        elif source.num_samples is not None and begun.remaining == len(self._groups):
+            there = source.num_samples - left_out
+        else:
+            groups = begun.copy().take(begun.remaining)
+            there = int(self._groups.column("num_samples", groups).sum()) - left_out
+        if there != self._num_used:
+            raise IsobatchError(
+                f"epoch {self.epoch} should have used {there:,} samples and has used "
+                f"{self._num_used:,}: that is an error of Isobatch's; please report it"
+            )
 
     def start_epoch(self, epoch: int) -> None:
         """Move to the beginning of another epoch; the rest of this one is not given.
@@ -209,6 +235,7 @@ class Steps:
         groups, started = self._begin(epoch, state or {})
         # only now: a stream that raised has changed nothing
         self.epoch, self._groups, self._stream = epoch, groups, started
+        self._begun, self._num_used = started.copy(), 0
 
     def _begin(self, epoch: int, stream: dict[str, Any]) -> tuple[Epoch, GroupOrder]:
         """The groups of an epoch, and their order after the position `stream`."""

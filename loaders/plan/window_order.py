@@ -14,6 +14,7 @@ from isobatch.balance.order.global_shuffle import (
     most_alike,
 )
 from isobatch.balance.order.mixture import most_alike_mixed
+from isobatch.common.errors import IsobatchError
 from isobatch.common.types import BoolArray, Groups, IntArray, Limits
 
 LLM_KINDS = ("image", "text", "audio")
@@ -111,6 +112,8 @@ class PlannedWindow:
     """Samples of the random order that are read after it."""
     limits: Limits | None
     """Caps of its groups."""
+    num_rejected: int
+    """Samples that cannot be used, or of a stream are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,8 @@ class WindowOrder:
         self._epoch, self._waiting, self._carried = epoch, waiting, carried
         self._consumed, self.given, self._passed = consumed, given, passed
         self._limits = epoch.first_limits
+        # what it began with, and samples that were read since and cannot be used
+        self._num_begun, self._num_rejected = consumed - len(self._live()), 0
 
     @property
     def remaining(self) -> int:
@@ -248,6 +253,19 @@ class WindowOrder:
         twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
         return twin
 
+    def samples_until(self, later: "WindowOrder") -> int:
+        """Samples that were read, and given from where this order began until the epoch's end.
+
+        IsobatchError if samples were never read.
+        """
+        if not later.is_read:
+            raise IsobatchError(
+                f"an epoch ends after {later._consumed:,} of {len(self._epoch.source.lengths):,} "
+                "samples: that is an error of Isobatch's; please report it"
+            )
+        given = later._consumed - len(later._live()) - self._num_begun
+        return given - later._num_rejected
+
     def forget_past(self) -> None:
         """Let the epoch drop the groups that neither this nor a later position needs."""
         self._epoch.source.limits = self._limits
@@ -261,6 +279,7 @@ class WindowOrder:
             self._waiting = np.concatenate([self._waiting, window.numbers])
             self._consumed, self._carried = window.consumed, window.carried
             self._limits = window.limits
+            self._num_rejected += window.num_rejected
 
     def _live(self) -> IntArray:
         """Samples that were read and are not given yet."""

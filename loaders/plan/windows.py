@@ -20,7 +20,7 @@ import numpy as np
 from isobatch.balance.loss_weights import LossWeights, sample_weights
 from isobatch.balance.metrics import longest
 from isobatch.balance.order.global_shuffle import GlobalShuffle, unfit_state
-from isobatch.common.errors import DataError
+from isobatch.common.errors import DataError, IsobatchError
 from isobatch.common.types import COUNT_COLUMNS, Groups, IntArray, Limits
 from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
 from isobatch.loaders.plan.in_order import cut_groups, group_in_order
@@ -88,7 +88,7 @@ class WindowGroups(EpochSource):
     ) -> None:
         """`build` has the model and the samples, each as a stored group of its own."""
         self.builds: Sequence[PlannedBuild] = [build]
-        self.identity = identity
+        self.identity, self.num_samples = identity, None
         self.lengths, self.settings = lengths, settings
         model = build.manifest.model
         self.flops = FlopsModel.of(model) if model.has_dimensions else None
@@ -293,11 +293,21 @@ class WindowEpoch(Epoch):
             settings, lengths = self.source.settings, self.source.lengths
             planned_before = self._planned.first + len(self._planned.groups)
             samples = np.concatenate([carried, self._order(consumed, carried)])
-            num_read = consumed + len(samples) - len(carried)
+            num_asked = len(samples)
+            num_read = consumed + num_asked - len(carried)
             begun = time.perf_counter()
             samples = samples[lengths.measure(samples, self._is_closed, self._key)]
             measured = time.perf_counter()
-            groups, left = self._group(samples, consumed, is_last=num_read == len(lengths))
+            num_usable = len(samples)
+            groups, left, num_over = self._group(
+                samples, consumed, is_last=num_read == len(lengths)
+            )
+            if len(groups.samples) + len(left) + num_over != num_usable:
+                raise IsobatchError(
+                    f"of {num_usable:,} samples of a window {len(groups.samples):,} are in groups, "
+                    f"{len(left):,} wait and {num_over:,} are over a cap: that is an error of "
+                    "Isobatch's; please report it"
+                )
             if num_read == len(lengths) and not settings.shuffle:
                 groups = cut_groups(groups, settings.ranks, planned_before - self._given)
             if num_read == len(lengths) and not len(groups) + planned_before:
@@ -310,7 +320,8 @@ class WindowEpoch(Epoch):
                 planned = self._planned
                 first = planned.first + len(planned.groups)
                 numbers = np.arange(first, first + len(groups))
-                made = PlannedWindow(numbers, left, num_read, self.limits)
+                rejected = num_asked - num_usable + num_over
+                made = PlannedWindow(numbers, left, num_read, self.limits, rejected)
                 self._planned = planned.with_groups(groups, sums)
                 self._num_made += len(groups)
                 self._num_placed += len(groups.samples)
@@ -330,13 +341,15 @@ class WindowEpoch(Epoch):
             size = total
         return np.arange(consumed, min(consumed + size, total))
 
-    def _group(self, samples: IntArray, consumed: int, *, is_last: bool) -> tuple[Groups, IntArray]:
-        """Groups of samples, and samples that wait for the next window."""
+    def _group(
+        self, samples: IntArray, consumed: int, *, is_last: bool
+    ) -> tuple[Groups, IntArray, int]:
+        """Groups of samples, those that wait for the next window, and how many are over a cap."""
         source, settings, lengths = self.source, self.source.settings, self.source.lengths
         if not len(samples):
-            return Groups(samples, np.zeros(1, np.int64)), samples
+            return Groups(samples, np.zeros(1, np.int64)), samples, 0
         limits = self.limits or lengths.choose_limits(samples)
-        samples = lengths.within(samples)
+        num_usable, samples = len(samples), lengths.within(samples)
         if not limits.max_vision:
             limits = lengths.with_images(samples, limits)
         self.limits = limits
@@ -350,7 +363,7 @@ class WindowEpoch(Epoch):
             if not mean:
                 warnings.warn("no sample of the first window has a label to learn", stacklevel=2)
             source.mean_labels = max(1, round(mean * LABEL_UNITS)) / LABEL_UNITS
-        return groups, samples[left]
+        return groups, samples[left], num_usable - len(samples)
 
     def _pack(
         self, samples: IntArray, loads: Loads, limits: Limits, consumed: int, *, is_last: bool

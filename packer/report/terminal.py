@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isobatch.balance.baseline_samplers import BATCH_SIZE
-from isobatch.balance.grouping.caps import GROUPS_LINE
+from isobatch.balance.grouping.cap_lines import GROUPS_LINE
 from isobatch.common.consoles import foreign
 from isobatch.common.visible_text import visible_line
 from isobatch.counting.records.fields import never_read_line

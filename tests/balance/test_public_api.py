@@ -6,13 +6,10 @@ import sys
 from isobatch import balance
 
 NAMES = """
-ActivationBudget BASELINES CommVolumes GlobalShuffle GroupOptions GroupOrder Permutation Resource
-StepAssignment StepPlanner StepRequest as_batches as_groups autocorrelation balance_conv
-balance_padded balance_padded_attention balance_squares balance_sums choose_limits
-choose_limits_omnibal cluster_costs cluster_orders comm_volumes dist_ratio epoch_steps even_out
-fill from_assignment gradient_shares group_balanced group_best_fit group_isf lower_bounds
-pack_balanced pad_ratio padded_loads place_batches regroup repeated_pairs sample_weights
-source_entropy
+ActivationBudget BASELINES GlobalShuffle GroupOptions GroupOrder Resource StepAssignment
+StepPlanner StepRequest as_groups autocorrelation choose_limits choose_limits_omnibal dist_ratio
+epoch_steps even_out fill gradient_shares group_balanced group_best_fit group_isf lower_bounds
+pad_ratio padded_loads regroup repeated_pairs sample_weights source_entropy
 """
 
 

@@ -145,7 +145,9 @@ def internvl_files(model: ModelPreset) -> ModelFiles:
     vit, llm = model.dimensions
     rule = model.vision
     assert isinstance(rule, TilesRule)
-    kind = "llama" if llm.all_experts_size is None else "qwen3_moe"
+    kind = "qwen3" if llm.head_norms else "llama"
+    if llm.all_experts_size is not None:
+        kind = "qwen3_moe"
     vision = {
         "hidden_size": vit.hidden_size,
         "num_hidden_layers": vit.num_layers,

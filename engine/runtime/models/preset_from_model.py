@@ -53,6 +53,8 @@ def _llm_shape(text: Any) -> LlmShape:
         ffn_size=text.intermediate_size,
         gated=True,
         vocab_size=text.vocab_size,
+        sandwich_norms=text.model_type in ("gemma2", "gemma3_text"),
+        head_norms=text.model_type.startswith(("qwen3", "gemma3_text")),
         **_windows(text),
     )
 
@@ -82,6 +84,7 @@ def _patch_vit(config: Any, num_layers: int) -> VitShape:
         patch_values=vision.num_channels * height * across,
         query_key_norm=bool(getattr(vision, "use_qk_norm", False)),
         layer_scale=config.model_type == "internvl",
+        quick_gelu=getattr(vision, "hidden_act", "") == "quick_gelu",
     )
 
 
@@ -114,6 +117,8 @@ def _qwen_vl_vit(config: Any, num_layers: int) -> VitShape:
         projector=(merged, merged, output),
         num_projectors=1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        quick_gelu=vision.hidden_act == "quick_gelu",
+        joint_attention=True,
     )
 
 

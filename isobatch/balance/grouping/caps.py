@@ -1,4 +1,4 @@
-"""Choice of a group's caps, by search or by OmniBal's rule, with its reasons.
+"""Choice of a group's caps, by search or by OmniBal's rule, and what decided.
 
 Pure. Packed without padding, every grouping does the same work. Caps change the number of
 micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.
@@ -19,9 +19,10 @@ fills. A ratio of means, as in the paper (here 14.9), does not see such steps. 1
 take 1.5 s, with a memory budget 2 to 4 s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -51,8 +52,6 @@ FULL = 0.985
 """Fill of Q_t that is enough: 98 % after the .5 % that a vision cap may cost."""
 SEVERAL = 2.0
 """Samples per group on average, at least: else nothing is packed, however full groups are."""
-GROUPS_LINE = "groups: "
-"""Beginning of the line that says how many samples groups hold."""
 LEAST_GROUPS = 100
 """A longer Q_t must leave so many groups: fewer give no step to many ranks, and a last group that
 is half full counts."""
@@ -79,15 +78,68 @@ class GroupOptions:
             raise ConfigError(f"grouping is {self.grouping!r}: use one of {', '.join(GROUPINGS)}")
 
 
+TokenRule = Literal["given", "memory", "longest", "filling", "context"]
+"""What Q_t is: the given cap, what a memory budget leaves, the longest sample, the least multiple
+of it that fills groups, the model's context."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitChoice:
-    """The chosen caps, and why."""
+    """The chosen caps and what decided for them; `cap_lines` makes sentences of it."""
 
     limits: Limits
-    lines: list[str]
-    """The explanation as a report prints it; next to others' groups, fill and predicted time."""
-    trials: tuple[CapTrial, ...] = ()
-    """Trials on a drawn part, or all of a small set, smallest caps first; none without images."""
+    token_rule: TokenRule
+    multiple: float
+    """Q_t over the longest sample that fits."""
+    best: CapTrial
+    """The trial of the chosen caps on all samples, with OmniBal's targets."""
+    larger: CapTrial | None
+    """The trial of twice the Q_t; None where the context or a memory budget forbids it."""
+    memory: ActivationBudget | None
+    """The budget of the options."""
+    vision: "VisionChoice | None" = None
+    """None where neither images nor a cap of them are there."""
+
+    @property
+    def trials(self) -> tuple[CapTrial, ...]:
+        """Trials on a drawn part, or all of a small set, smallest caps first."""
+        return () if self.vision is None else self.vision.trials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedChoice:
+    """Caps of padded batches (`balance.grouping.padded`), and what decided for them."""
+
+    limits: Limits
+    tokens_given: bool
+    vision_given: bool
+    multiple: float
+    """Q_t over the longest sample."""
+    samples_per_batch: float
+    fill: float
+    """Share of the batches' capacity of tokens that samples use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionChoice:
+    """What decided for a vision cap."""
+
+    is_given: bool
+    largest: int
+    """The largest sample."""
+    part: CapTrial
+    """The trial of the chosen caps on the drawn part."""
+    free: CapTrial
+    """The one without a vision cap."""
+    targets: CapTrial
+    """The trial of the chosen targets on all samples."""
+    trials: tuple[CapTrial, ...]
+    """All on the drawn part, smallest caps first."""
+    confirmed: tuple[CapTrial, ...]
+    """All on all samples."""
+    grouping: str
+    predictor: str | None
+    """The model and GPU that times are predicted for."""
 
 
 def choose_limits(
@@ -126,27 +178,43 @@ def choose_limits(
     splits = search.splits(max_vision)
     rule = _token_rule(search, options, paper, context_len)
     if memory is not None and splits[0].max_seq_len < search.most_tokens:
-        rule = "your memory budget"
+        rule = "memory"
+    multiple = paper.max_seq_len / search.longest
     if search.largest == 0 and not max_vision:
         limits = splits[0] if memory else paper
-        reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), no images"
-        alone = search.trials.at(limits, on_all=True)
-        return LimitChoice(limits=limits, lines=[reason, _groups_line(search, alone, context_len)])
+        return LimitChoice(
+            limits=limits,
+            token_rule=rule,
+            multiple=multiple,
+            best=search.trials.at(limits, on_all=True),
+            larger=_larger(search, limits.max_seq_len, context_len),
+            memory=memory,
+        )
     found = search.best(splits, max_vision)
     free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
     trials = search.trials
-    chosen = best_targets(trials, found) if options.grouping == "isf" else found
-    limits, on_part = chosen.limits, trials.results(on_all=False)
-    part = trials.at(found.limits)
-    why = _why_line(part, free, on_part, search.largest, given=max_vision is not None)
-    lines = [
-        f"caps: {limits.max_seq_len:,} tokens ({rule}), {limits.max_vision:,} {limits.unit}{why}",
-        _prediction_line(predictor, part, on_part),
-        _groups_line(search, found, context_len),
-        _compared_line(found, trials.results(on_all=True)),
-        _targets_line(chosen, found, options.grouping),
-    ]
-    return LimitChoice(limits=limits, lines=[line for line in lines if line], trials=on_part)
+    targets = best_targets(trials, found) if options.grouping == "isf" else found
+    on_part = trials.results(on_all=False)
+    vision = VisionChoice(
+        is_given=max_vision is not None,
+        largest=search.largest,
+        part=trials.at(found.limits),
+        free=free,
+        targets=targets,
+        trials=on_part,
+        confirmed=trials.results(on_all=True),
+        grouping=options.grouping,
+        predictor=None if predictor is None else str(predictor),
+    )
+    return LimitChoice(
+        limits=targets.limits,
+        token_rule=rule,
+        multiple=multiple,
+        best=found,
+        larger=_larger(search, found.limits.max_seq_len, context_len),
+        memory=memory,
+        vision=vision,
+    )
 
 
 def choose_limits_omnibal(
@@ -228,112 +296,19 @@ def _filling(search: CapSearch, context_len: int, max_vision: int | None) -> int
     return next(t.limits.max_seq_len for t in found if t.token_fill >= enough)
 
 
-def _token_rule(search: CapSearch, options: GroupOptions, paper: Limits, context_len: int) -> str:
-    """The rule of Q_t, in words."""
+def _token_rule(
+    search: CapSearch, options: GroupOptions, paper: Limits, context_len: int
+) -> TokenRule:
+    """The rule of Q_t, but for a memory budget that is less."""
     if paper.max_seq_len == options.max_seq_len:
-        return "your max_seq_len"
-    multiple = paper.max_seq_len / search.longest
+        return "given"
     if options.max_seq_len is None and options.memory is None and paper.max_seq_len < context_len:
-        filling = f"fills groups, {multiple:.3g} x the longest sample"
-        return "the longest sample" if multiple == 1 else filling
-    return "the model's context"
+        return "longest" if paper.max_seq_len == search.longest else "filling"
+    return "context"
 
 
-def _groups_line(search: CapSearch, found: CapTrial, context_len: int) -> str:
-    """How many samples groups hold and how full they are, and under a Q_t of twice that."""
-    text = f"{GROUPS_LINE}{_size_figures(found)}"
-    q_t = found.limits.max_seq_len
-    if search.memory is not None:
-        return f"{text}; larger caps need more memory"
-    if q_t >= context_len:
-        return f"{text}; no cap is above the model's context"
-    larger = search.under(min(2 * q_t, context_len), None)
-    return f"{text}; with --max-seq-len {larger.limits.max_seq_len}: {_size_figures(larger)}"
-
-
-def _size_figures(trial: CapTrial) -> str:
-    each = trial.num_samples / max(trial.num_groups, 1)
-    return f"{each:,.1f} samples each on average, tokens {trial.token_fill:.1%} full"
-
-
-def _why_line(
-    found: CapTrial, free: CapTrial, tried: Sequence[CapTrial], largest: int, *, given: bool
-) -> str:
-    """The rule of Q_v, and what smaller caps cost against `free`, which has none."""
-    chosen = found.limits.max_vision
-    if given and chosen >= free.limits.max_vision:
-        return " (your max_vision): it never binds"
-    price = found.extra_groups(free)
-    if given:
-        return f" (your max_vision): {_signed(price)} groups against no cap"
-    if price > FREE:
-        fastest = "predicted to be the fastest that is allowed"
-        return f": {fastest}, {_signed(price)} groups against no vision cap"
-    if chosen == largest:
-        return ": the largest sample's, and it costs no groups"
-    below = [c for c in _same(found, tried) if c.limits.max_vision < chosen]
-    if any(c.extra_groups(free) <= FREE for c in below):
-        return ": predicted to be the fastest of those that cost no groups"
-    prices = [f"{c.limits.max_vision:,}: {_signed(c.extra_groups(free))}" for c in reversed(below)]
-    listed = f" ({', '.join(prices[:2])})" if prices else ""
-    return f": the smallest cap that was tried and costs no groups{listed}"
-
-
-def _prediction_line(
-    predictor: Predictor | None, found: CapTrial, tried: Sequence[CapTrial]
-) -> str:
-    """Predicted time with these caps, and its range with others on the same samples."""
-    best = found.ms_per_sample
-    if predictor is None or best is None:
-        return ""
-    same = [c.ms_per_sample for c in _same(found, tried) if c != found]
-    others = [ms / best - 1 for ms in same if ms]
-    text = f"predicted for {predictor}: {best:,.4g} GPU-ms per sample"
-    if not others:
-        return text
-    return f"{text}, {_signed(min(others))} to {_signed(max(others))} with other vision caps"
-
-
-def _compared_line(found: CapTrial, tried: Sequence[CapTrial]) -> str:
-    """Groups, fill and predicted time of the chosen vision cap and of its nearest neighbours."""
-    same, cap = _same(found, tried), found.limits.max_vision
-    below = [c for c in same if c.limits.max_vision < cap][-1:]
-    above = [c for c in same if c.limits.max_vision > cap][:1]
-    return "; ".join(map(_figures, [found, *below, *above]))
-
-
-def _targets_line(chosen: CapTrial, paper: CapTrial, grouping: str) -> str:
-    """The filter's targets, and what they save against OmniBal's; without ISF they do nothing."""
-    limits = chosen.limits
-    if grouping != "isf":
-        return f"filter: {grouping} has none; its targets are OmniBal's, for ISF alone"
-    begin = f"filter: a group stays from {limits.min_seq_len:,} tokens"
-    if limits.min_vision <= limits.max_vision:
-        begin += f" or {limits.min_vision:,} {limits.unit}"
-    if limits == paper.limits:
-        return f"{begin} (OmniBal's targets; none that was tried saves groups)"
-    slack = paper.limits.max_seq_len - paper.limits.min_seq_len
-    saved = _signed(chosen.extra_groups(paper))
-    return f"{begin}: {saved} groups against OmniBal's (Q_t - {slack}, Q_v)"
-
-
-def _same(found: CapTrial, tried: Sequence[CapTrial]) -> list[CapTrial]:
-    """Trials that differ from `found` in the vision cap alone, smallest first, and `found`."""
-    tokens = found.limits.max_seq_len, found.limits.min_seq_len
-    same = [c for c in tried if (c.limits.max_seq_len, c.limits.min_seq_len) == tokens]
-    return [c for c in same if c.limits.min_vision == max(c.limits.max_vision, 1)]
-
-
-def _figures(trial: CapTrial) -> str:
-    groups = f"{trial.num_groups:,} groups of {trial.num_samples:,} samples"
-    full = f"vision {trial.vision_fill:.1%} and tokens {trial.token_fill:.1%} full"
-    text = f"Q_v {trial.limits.max_vision:,}: {groups}, {full}"
-    if trial.ms_per_sample is None or trial.waiting is None:
-        return text
-    ms = f"{trial.ms_per_sample:,.1f} GPU-ms per sample predicted"
-    return f"{text}, {ms}, {trial.waiting:.2%} of it waiting"
-
-
-def _signed(share: float) -> str:
-    """A share as a person reads it; adding zero turns -0.0 into +0.0."""
-    return f"{round(100 * share, 1) + 0.0:+.1f} %"
+def _larger(search: CapSearch, q_t: int, context_len: int) -> CapTrial | None:
+    """The trial of twice that Q_t, at most the context."""
+    if search.memory is not None or q_t >= context_len:
+        return None
+    return search.under(min(2 * q_t, context_len), None)

@@ -17,6 +17,7 @@ from bisect import bisect_left
 import numba
 import numpy as np
 
+from isobatch.balance.grouping.caps import PaddedChoice
 from isobatch.balance.grouping.window import WAITING_SHARE
 from isobatch.balance.metrics import longest
 from isobatch.balance.rng import PLANNED, random_permutation
@@ -39,8 +40,8 @@ def choose_padded_limits(
     max_tokens: int | None,
     max_vision: int | None,
     vision_unit: str,
-) -> tuple[Limits, list[str]]:
-    """Caps of padded batches of such samples, as far as none is given; and why, in lines.
+) -> PaddedChoice:
+    """Caps of padded batches of such samples, as far as none is given; and why.
 
     The least tokens under which batches are `FULL` of samples, else the ones under which they are
     fullest; then the least vision that costs no batches.
@@ -64,15 +65,15 @@ def choose_padded_limits(
         allowed = range(int(vision.max(initial=0)), free + 1)
         q_v = allowed[bisect_left(allowed, x=True, key=lambda each: num_batches(q_t, each) <= most)]
     limits = _caps(q_t, q_v, vision_unit)
-    rule = "your max_tokens" if max_tokens else f"{q_t / longest_one:.3g} x the longest sample"
-    vision_rule = "the least that costs no batches" if max_vision is None else "your max_vision"
     count = num_batches(q_t, q_v)
-    each, fill = len(rows) / count, int(tokens.sum()) / (count * q_t)
-    most_vision = f"{q_v} {limits.unit} ({vision_rule})" if q_v else "no images"
-    return limits, [
-        f"caps: {q_t} tokens with padding ({rule}), {most_vision}",
-        f"padded batches: {each:,.1f} samples each on average, {fill:.1%} full of samples",
-    ]
+    return PaddedChoice(
+        limits=limits,
+        tokens_given=bool(max_tokens),
+        vision_given=max_vision is not None,
+        multiple=q_t / longest_one,
+        samples_per_batch=len(rows) / count,
+        fill=int(tokens.sum()) / (count * q_t),
+    )
 
 
 def group_padded(

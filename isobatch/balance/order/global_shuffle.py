@@ -19,6 +19,7 @@ Pure, and computed by every rank itself; integers only, so that all machines agr
 only a position in it: 250 million groups cost nothing.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
@@ -197,9 +198,7 @@ class GlobalShuffle:
 
     def copy(self) -> Self:
         """An order in the same state that moves independently."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
-        return twin
+        return copy.copy(self)  # arrays are replaced, never changed
 
     def _read(self, count: int) -> IntArray:
         """The spare groups, and as many new ones as make `count` of them."""

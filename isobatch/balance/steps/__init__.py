@@ -1,1 +1,1 @@
-"""Balance of one step: samples to batches, batches to ranks, volumes sent."""
+"""Who works on which samples of one step: what loaders ask, and planners answer."""

@@ -1,9 +1,9 @@
 """What a step planner is asked and answers: samples, and who works on which.
 
 For the loaders, which ask, and for whoever balances a step: PipeTune's packing
-(`balance.steps.repack`) makes other micro-batches, OrchMLLM's dispatching
-(`balance.steps.post_balancing`) gives each encoder's work to other ranks. The loader then reads
-each image only on the rank that encodes it. Pure; every rank asks, so planners are deterministic:
+(`engine.tuning.repack`) makes other micro-batches, OrchMLLM's dispatching
+(`engine.dispatching`) gives each encoder's work to other ranks. The loader then reads each image
+only on the rank that encodes it. Pure; every rank asks, so planners are deterministic:
 who works on a sample must not depend on who asks.
 """
 

@@ -81,7 +81,11 @@ def read_gemma4(files: ModelFiles) -> ModelPreset:
             suffix=files.named_token("eoi_token"),
         ),
         vision=rule,
-        vit=replace(vit_shape(vision, projector, pooled=rule.pool_size**2), query_key_norm=True),
+        vit=replace(
+            vit_shape(vision, projector, pooled=rule.pool_size**2),
+            query_key_norm=True,
+            sandwich_norms=True,
+        ),
         llm=_gemma4_llm(text),
     )
 
@@ -129,6 +133,8 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
         full_head_size=full_head,
         mean_attention_weights=attention // layers,
         embedding_size=hidden + layers * own,
+        sandwich_norms=True,
+        head_norms=True,
     )
 
 

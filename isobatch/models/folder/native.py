@@ -21,6 +21,8 @@ _SAMPLING_RATE = 16_000
 """What the Omni processors ask their feature extractor for."""
 _N_WINDOW = 50
 """Half a chunk of Qwen3-Omni's encoder, whose 13 tokens are written in transformers' code."""
+_APART = "qwen2_5_omni_vision_encoder"
+"""The only encoder of these that has products of their own for queries, keys and values."""
 _MAX_ASPECT_RATIO = 200.0
 """`smart_resize` of transformers raises above it."""
 
@@ -172,6 +174,8 @@ def _qwen_vit(vision: JsonTable, text: JsonTable) -> VitShape:
         projector=(merged, merged, output),
         num_projectors=1 + len(vision.integers("deepstack_visual_indexes")),
         patch_values=_channels(vision) * frames * patch**2,
+        quick_gelu=vision.value("hidden_act") == "quick_gelu",
+        joint_attention=vision.text("model_type") != _APART,
     )
 
 
@@ -190,6 +194,7 @@ def _glm_vit(vision: JsonTable) -> VitShape:
         ffn_size=output,
         gated=True,
         projector=(merged, output, output, gated, output),
+        joint_attention=True,
         patch_values=_channels(vision) * frames * vision.count("patch_size") ** 2,
     )
 

@@ -19,6 +19,9 @@ _EXPERTS = (
 )
 _SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6}
 """One layer of so many attends over the whole sample, where `layer_types` does not say."""
+_SANDWICHED = ("gemma2", "gemma3_text")
+_HEAD_NORMED = ("qwen3", "gemma3_text")
+"""Types begin so that normalise queries and keys."""
 _LINEAR_PATTERN = {"qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 
 
@@ -66,6 +69,8 @@ def llm_shape(text: JsonTable) -> LlmShape | None:
         all_experts_size=held,
         gated_attention=kind in _LINEAR_PATTERN,
         linear_weights=_linear_weights(text) if kind in _LINEAR_PATTERN else None,
+        sandwich_norms=kind in _SANDWICHED,
+        head_norms=kind.startswith(_HEAD_NORMED),
     )
 
 
@@ -141,4 +146,5 @@ def vit_shape(
         query_key_norm=bool(vision.value("use_qk_norm")),
         layer_scale=layer_scale,
         pooled=pooled,
+        quick_gelu=vision.value("hidden_act") == "quick_gelu",
     )

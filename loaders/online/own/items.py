@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +12,15 @@ from isobatch.common.errors import ConfigError
 from isobatch.counting.records.schemas import CONTENT_KEYS
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online.encoded import OF_TEXT, Encoded
-from isobatch.loaders.online.own.streams import is_stream
+from isobatch.loaders.online.own.streams import StreamRecords
 from isobatch.loaders.online.records import Records
 
 if TYPE_CHECKING:
     from isobatch.loaders.online.loader import PackingConfig
 
 
-def of_items(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> "PackingConfig":
-    """With `encode`, if items are samples already; the first one tells, where a model is given.
-
-    ConfigError for options that are not there with `measure="own"`.
-    """
+def require_own_options(packing: "PackingConfig", config: LoaderConfig) -> None:
+    """ConfigError for options that are not there with `measure="own"`."""
     given = {
         "lengths_cache": packing.lengths_cache is not None,
         "planner": config.planner is not None,
@@ -35,11 +31,18 @@ def of_items(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> "P
             f"{wrong[0]} is not there with measure='own', where each rank trains on what it has "
             "loaded to measure it; leave it out"
         )
+
+
+def of_items(records: Records, packing: "PackingConfig") -> "PackingConfig":
+    """With `encode`, if items are samples already; the first one tells, where a model is given."""
     is_sample = packing.model is None and packing.processor is None
     if packing.encode is None and not is_sample:
         try:
-            first = next(iter(copy(dataset))) if is_stream(dataset) else dataset[0]
-            first = packing.transform(first) if packing.transform else first
+            if isinstance(records, StreamRecords):
+                first = records.first_items()[0]
+                first = packing.transform(first) if packing.transform else first
+            else:
+                first = records.take(np.zeros(1, np.int64))[0]
             is_sample = isinstance(first, Mapping) and "input_ids" in first
         except Exception:  # what is wrong with it will be said when it is loaded
             is_sample = False
@@ -73,7 +76,7 @@ def encoded_item(item: Any) -> Encoded:
     arrays = dict[str, torch.Tensor]()
     for name, value in item.items():
         with suppress(TypeError, ValueError, RuntimeError):  # text and the like
-            arrays[name] = torch.as_tensor(value)
+            arrays[name] = torch.as_tensor(_writable(value))
     arrays = {name: each for name, each in arrays.items() if each.ndim and each.numel()}
     texts = {name: arrays.pop(name, None) for name in ("input_ids", "labels", "attention_mask")}
     for name in OF_TEXT:  # what is left of them is made for packed samples
@@ -89,3 +92,9 @@ def encoded_item(item: Any) -> Encoded:
         ids, labels = (None if each is None else each[mask != 0] for each in (ids, labels))
     rows = sum(len(each) for name, each in arrays.items() if name.startswith("pixel_values"))
     return Encoded(ids, labels, arrays, rows)
+
+
+def _writable(value: Any) -> Any:
+    """A copy of an array that is not, of which torch would warn."""
+    is_fixed = isinstance(value, np.ndarray) and not value.flags.writeable
+    return value.copy() if is_fixed else value

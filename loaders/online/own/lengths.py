@@ -8,15 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isobatch.common.errors import ConfigError
+from isobatch.common.consoles import messages
+from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.loaders.online._length_table import ROW, STATUS, UNKNOWN, LengthTable
 from isobatch.loaders.online.lengths import MeasuredPart, SampleLengths
+from isobatch.loaders.online.own.sharding import FIRST_ITEMS, is_sharded, parts_of
 from isobatch.loaders.online.own.streams import StreamRecords
 from isobatch.loaders.online.reader import RecordReader
 
 CHUNK = 16
 """Records that are counted together: the memory of all is kept as long as one is in use."""
+OWN_ITEMS = (
+    "the dataset gives each rank items of its own; samples that it leaves out or repeats by "
+    "itself, so that ranks have equally many (drop_last=True), are not seen here"
+)
 MORE = 1 << 24
 """Samples that a stream is taken to have left until it ends: more than one plans with."""
 
@@ -80,6 +86,34 @@ class OwnLengths(SampleLengths):
                 )
         return f"{size} {self._counter.identity}"
 
+    def compare_items(self, asked: bool | None) -> None:
+        """Find out whether the ranks have the same items, together with all ranks.
+
+        `asked`: what the user says. ConfigError if some items would be used by no rank, or by
+        several.
+        """
+        if self._exchange is None:
+            return
+        stream, records = self.stream, self._reader.records
+        if stream is not None:
+            items = stream.first_items()
+        else:
+            rows = np.linspace(0, len(records) - 1, FIRST_ITEMS).astype(np.int64)
+            items = [getattr(each, "value", each) for each in records.take(np.unique(rows))]
+        own = [*map(parts_of, items)], len(records)
+        told = self._exchange.all_gather("first items", own, lambda: False)
+        firsts, sizes = ([*each] for each in zip(*told, strict=True))
+        if stream is not None:
+            stream.is_sharded = is_sharded(firsts, asked)
+            if stream.is_sharded and self._options.tells:
+                messages.print(f"note: {OWN_ITEMS}", soft_wrap=True)
+        elif len(set(sizes)) > 1 or is_sharded(firsts, asked):
+            raise ConfigError(
+                f"the ranks' datasets are not the same ({sizes[0]} items on rank 0, {sizes[-1]} on "
+                f"rank {len(sizes) - 1}); give every rank the whole dataset, or, where each has a "
+                "part of its own, is_sharded=True"
+            )
+
     def restart(self, epoch: int, owners: dict[int, int], marks: list[Any] | None = None) -> None:
         """Forget all that is loaded; a state's samples (`owners`) are loaded again."""
         self.owners, (rank, size) = owners, self.ranks
@@ -87,6 +121,7 @@ class OwnLengths(SampleLengths):
         self._reader.close()
         if self.stream is not None:
             self.marks = [*(marks or [[[0] * size, [False] * size, [None] * size]])]
+            self._is_resumed = bool(marks)
             states = {read[rank]: states[rank] for read, _, states in self.marks}
             needed = np.array([each for each in owners if each % size == rank], np.int64)
             self.stream.restart(epoch, self.ranks, states, needed)
@@ -99,7 +134,7 @@ class OwnLengths(SampleLengths):
         self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: str = ""
     ) -> BoolArray:
         """As for `SampleLengths`, but each rank loads its own."""
-        self._states = [None] * self.ranks[1]
+        self._states, self._contents = [None] * self.ranks[1], [(0, 0)] * self.ranks[1]
         usable = super().measure(samples, is_cancelled, epoch)
         if self.stream is not None:
             self._add_mark(samples)
@@ -150,14 +185,29 @@ class OwnLengths(SampleLengths):
         if ended.all():
             self._least = 0  # there are no more by which to judge
             self._check_rejected()
+            if not self._is_resumed:
+                self._check_contents()
+
+    def _check_contents(self) -> None:
+        """DataError if ranks whose streams are their own have read the same items."""
+        first = dict[tuple[int, int], int]()
+        for rank, content in enumerate(self._contents):
+            if content[0] and first.setdefault(content, rank) != rank:
+                raise DataError(
+                    f"the ranks {first[content]} and {rank} have read the same {content[0]:,} items"
+                    " in other orders, so each was used more than once; shard the dataset by rank,"
+                    " or give all ranks the same order, and each item goes to one rank"
+                )
 
     def _part(self, samples: IntArray, is_cancelled: Callable[[], bool]) -> MeasuredPart:
         part = super()._part(samples, is_cancelled)
-        return part if self.stream is None else replace(part, state=self.stream.state())
+        if (stream := self.stream) is None:
+            return part
+        return replace(part, state=stream.state(), content=stream.content)
 
     def _add(self, samples: IntArray, part: MeasuredPart) -> None:
         super()._add(samples, part)
-        self._states[part.rank] = part.state
+        self._states[part.rank], self._contents[part.rank] = part.state, part.content
 
     def _existing(self, samples: IntArray) -> IntArray:
         return samples if self.stream is None else self.stream.read(samples)

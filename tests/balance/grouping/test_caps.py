@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from isobatch.balance.grouping._cap_search import FREE, CapTrial, caps_of, least
 from isobatch.balance.grouping.activation_budget import ActivationBudget
 from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.grouping.cap_lines import CapNames, cap_lines
 from isobatch.balance.grouping.caps import (
     TRIAL_ROUNDS,
     GroupOptions,
@@ -139,7 +140,7 @@ def test_a_smaller_cap_is_taken_where_it_costs_nothing():
     counts = counts_of([4] * 300 + [0] * 3000, [1000] * 300 + [100] * 3000)
     choice = choose(counts, max_seq_len=1000)
     assert choice.limits.max_vision == 4
-    assert "the largest sample's" in choice.lines[0]
+    assert "the largest sample's" in cap_lines(choice)[0]
 
 
 def test_what_is_said_of_a_caps_price_is_true_of_its_trials():
@@ -150,7 +151,7 @@ def test_what_is_said_of_a_caps_price_is_true_of_its_trials():
         text = np.exp(rng.normal(7.2, 0.5, 2_000)).astype(np.int64)
         tokens = np.minimum(256 * patches + text, 8_192)
         choice = choose(counts_of(patches, tokens), context_len=8_192, flops=COST)
-        line, trials = choice.lines[0], {c.limits.max_vision: c for c in choice.trials}
+        line, trials = cap_lines(choice)[0], {c.limits.max_vision: c for c in choice.trials}
         free, chosen = trials[max(trials)], trials[choice.limits.max_vision]
         assert "()" not in line, seed
         if "cost no groups" in line or "costs no groups" in line:
@@ -166,23 +167,32 @@ def test_given_caps_are_taken_and_their_price_is_said():
     counts = counts_of([5] * 200, [500] * 200)
     choice = choose(counts, max_seq_len=1000, max_vision=9)
     assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1000, 9)
-    assert "9 image patches (your max_vision): +100.0 % groups against no cap" in choice.lines[0]
-    assert "never binds" in choose(counts, max_seq_len=1000, max_vision=10).lines[0]
+    assert (
+        "9 image patches (your max_vision): +100.0 % groups against no cap" in cap_lines(choice)[0]
+    )
+    assert "never binds" in cap_lines(choose(counts, max_seq_len=1000, max_vision=10))[0]
     assert choose(counts, max_seq_len=1000, max_vision=0).limits.max_vision == 0
 
 
 def test_the_reason_names_where_the_token_cap_comes_from():
     counts = counts_of([1], [500])
-    assert "500 tokens (the longest sample)" in choose(counts).lines[0]
-    assert "400 tokens (the model's context)" in choose(counts, context_len=400).lines[0]
-    assert "450 tokens (your max_seq_len)" in choose(counts, max_seq_len=450).lines[0]
-    assert "4,096 tokens (the model's context)" in choose(counts, max_seq_len=5000).lines[0]
+    assert "500 tokens (the longest sample)" in cap_lines(choose(counts))[0]
+    assert "400 tokens (the model's context)" in cap_lines(choose(counts, context_len=400))[0]
+    assert "450 tokens (your max_seq_len)" in cap_lines(choose(counts, max_seq_len=450))[0]
+    assert "4,096 tokens (the model's context)" in cap_lines(choose(counts, max_seq_len=5000))[0]
+
+
+def test_whoever_prints_says_what_its_users_call_the_caps():
+    names = CapNames(given_tokens="as before", larger_tokens="max_tokens={}")
+    lines = cap_lines(choose(counts_of([1], [500]), max_seq_len=450), names)
+    assert "450 tokens (as before)" in lines[0]
+    assert "; with max_tokens=900: " in next(line for line in lines if line.startswith("groups: "))
 
 
 def test_text_only_data_filters_by_tokens_and_says_so():
     choice = choose(counts_of([0, 0], [100, 200]), flops=COST)
     assert choice.limits.max_vision == 0
-    assert choice.lines == [
+    assert cap_lines(choice) == [
         "caps: 200 tokens (the longest sample), no images",
         "groups: 1.0 samples each on average, tokens 75.0% full; with --max-seq-len 400:"
         " 2.0 samples each on average, tokens 75.0% full",
@@ -215,9 +225,9 @@ def test_without_a_given_cap_groups_are_full_and_hold_several_samples():
             assert len(tokens) / len(groups) >= 1.95, (case, images)
             assert limits.max_seq_len <= context
             each = f"{len(tokens) / len(groups):.1f}"
-            (line,) = (line for line in choice.lines if line.startswith("groups: "))
+            (line,) = (line for line in cap_lines(choice) if line.startswith("groups: "))
             assert float(each) == pytest.approx(float(line.split()[1]), rel=0.03), (line, each)
-            longest = " (the longest sample)" in choice.lines[0]
+            longest = " (the longest sample)" in cap_lines(choice)[0]
             assert longest == (limits.max_seq_len == tokens.max()) == (case == "uneven"), case
 
 
@@ -226,19 +236,19 @@ def test_a_cap_is_not_raised_where_that_does_not_fill_groups_or_leaves_few():
     assert choose(near_context).limits.max_seq_len == 2979
     few = counts_of([0] * 150, [701] * 150)
     assert choose(few).limits.max_seq_len == 701
-    assert "with --max-seq-len 1402: 2.0 samples each" in choose(few).lines[1]
+    assert "with --max-seq-len 1402: 2.0 samples each" in cap_lines(choose(few))[1]
     # groups that a given vision cap fills hold no more samples under a longer cap
     tight = counts_of([5] * 500, [500 + i % 50 for i in range(500)])
     assert choose(tight, max_vision=5).limits.max_seq_len == 549
-    assert "no cap is above" in choose(near_context, max_seq_len=4096).lines[1]
+    assert "no cap is above" in cap_lines(choose(near_context, max_seq_len=4096))[1]
 
 
 def test_a_time_is_predicted_only_with_a_cost_model_and_holds_the_overhead():
     counts = counts_of([2] * 64, [1000] * 64)
     choice = choose(counts)
-    assert not any("predicted" in line for line in choice.lines)
+    assert not any("predicted" in line for line in cap_lines(choice))
     choice = choose(counts, max_seq_len=2000, flops=COST)
-    assert "internvl_1_5" in choice.lines[1]
+    assert "internvl_1_5" in cap_lines(choice)[1]
     one = next(c for c in choice.trials if c.limits == choice.limits)
     # 32 equal groups of two samples on 8 ranks: nobody waits
     pair = COST.micro_batch_ms(COST.loads(counts)).sum() - 32 * COST.speed.micro_batch_overhead_ms
@@ -265,7 +275,8 @@ def test_on_the_published_lengths_the_search_finds_15_patches_at_4096_tokens():
     choice = choose(published(), max_seq_len=4096, flops=COST)
     assert choice.limits.max_vision == 15
     prices = {
-        int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.lines[0])
+        int(cap): float(price)
+        for cap, price in re.findall(r"(\d+): \+([\d.]+) %", cap_lines(choice)[0])
     }
     assert prices[14] == pytest.approx(16.3, abs=3), (
         "9,468 groups by the LP bound against about 8,050"
@@ -341,18 +352,22 @@ def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
     )
     choice = choose(counts, max_seq_len=2_900, max_vision=12, memory=memory)
     assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1_800, 12)
-    assert "1,800 tokens (your memory budget)" in choice.lines[0]
+    assert "1,800 tokens (your memory budget)" in cap_lines(choice)[0]
     assert (
         choose(counts, max_seq_len=1_500, max_vision=12, memory=memory).limits.max_seq_len == 1_500
     )
 
 
 def test_prices_come_from_the_models_dimensions_and_are_shared_by_gpus():
-    preset = load_model("internvl_1_5")
+    preset = load_model("llava_1_5")
     one, four = (activation_budget(preset, 1e12, gpus=gpus) for gpus in (1, 4))
+    fused = activation_budget(preset, 1e12, kernels="fused")
     # a plain layer of equal heads and four times as wide a feed-forward part: 32 bytes per hidden
-    # value
-    assert one.bytes_per_vision == 32 * preset.vit.hidden_size * preset.vit.num_layers * 1025
+    # value, and 8 for the sigmoid of QuickGELU
+    layers = preset.vit.hidden_size * preset.vit.num_layers * 577
+    for budget, each in ((one, 40), (fused, 32)):
+        embedding_and_projector = 576 * (2 * 588 + 4 * 1024 + 4 * 4096)
+        assert budget.bytes_per_vision == pytest.approx(each * layers + embedding_and_projector)
     assert four.bytes_per_token == one.bytes_per_token / 4
     with pytest.raises(ConfigError, match="above 0"):
         ActivationBudget(num_bytes=0, bytes_per_token=1, bytes_per_vision=1)
@@ -367,7 +382,7 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
         len(group_isf(patches, tokens, limits, seed=0)) for limits in (choice.limits, paper)
     )
     assert ours <= theirs
-    assert choice.lines[-1].startswith(
+    assert cap_lines(choice)[-1].startswith(
         f"filter: a group stays from {choice.limits.min_seq_len:,} tokens"
     )
     tried = [c for c in choice.trials if c.limits.max_vision == choice.limits.max_vision]
@@ -377,14 +392,16 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
         900 - 112,
         by_fit.limits.max_vision,
     )
-    assert "fit has none" in by_fit.lines[-1]
+    assert "fit has none" in cap_lines(by_fit)[-1]
 
 
 def test_the_explanation_compares_the_caps_with_their_neighbours_by_fill_and_time():
     counts = packed(2_000)
     choice = choose(counts, max_seq_len=900, flops=COST)
     cap = choice.limits.max_vision
-    figures = {int(q_v): text for q_v, text in re.findall(r"Q_v (\d+): ([^;]+)", choice.lines[-2])}
+    figures = {
+        int(q_v): text for q_v, text in re.findall(r"Q_v (\d+): ([^;]+)", cap_lines(choice)[-2])
+    }
     assert next(iter(figures)) == cap
     assert set(figures) <= {cap - 1, cap, cap + 1}
     for q_v, text in figures.items():

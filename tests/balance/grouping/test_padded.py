@@ -4,9 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from isobatch.balance.grouping.cap_lines import CapNames, padded_lines
 from isobatch.balance.grouping.padded import choose_padded_limits, group_padded
 from isobatch.balance.metrics import padded_loads
 from isobatch.common.types import Limits
+
+NAMES = CapNames(given_tokens="your max_tokens")
 
 
 def limits_of(tokens, vision):
@@ -113,7 +116,8 @@ def test_chosen_caps_fill_batches_and_vision_costs_none():
     rng = np.random.default_rng(1)
     vision, tokens = rng.integers(0, 6, 2000), rng.integers(100, 1000, 2000)
     unit = {"vision_unit": "image_patches"}
-    limits, lines = choose_padded_limits(vision, tokens, max_tokens=None, max_vision=None, **unit)
+    choice = choose_padded_limits(vision, tokens, max_tokens=None, max_vision=None, **unit)
+    limits, lines = choice.limits, padded_lines(choice, NAMES)
     longest = int(tokens.max())
     assert f"({limits.max_seq_len / longest:.3g} x the longest sample)" in lines[0]
     assert "the least that costs no batches" in lines[0]
@@ -130,6 +134,7 @@ def test_chosen_caps_fill_batches_and_vision_costs_none():
     free = batches(limits.max_seq_len, 10**6)
     assert batches(limits.max_seq_len, limits.max_vision) <= 1.005 * free
     assert batches(limits.max_seq_len, limits.max_vision - 1) > 1.005 * free
-    given, lines = choose_padded_limits(vision, tokens, max_tokens=5000, max_vision=40, **unit)
+    choice = choose_padded_limits(vision, tokens, max_tokens=5000, max_vision=40, **unit)
+    given, lines = choice.limits, padded_lines(choice, NAMES)
     assert (given.max_seq_len, given.max_vision) == (5000, 40)
     assert "(your max_tokens), 40 image patches (your max_vision)" in lines[0]

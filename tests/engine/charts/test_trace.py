@@ -9,10 +9,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from isobatch.engine.charts.trace import GIB, make_trace, write_trace
+from isobatch.engine.charts.trace import GIB, TraceStep, make_trace, path_parts, write_trace
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
-from isobatch.engine.simulator.schedule import SCHEDULES
+from isobatch.engine.simulator.schedule import SCHEDULES, PassKind
 from isobatch.engine.simulator.simulate import critical_path
+from support.costs.chart_steps import chart_step
 from support.costs.random_steps import random_costs
 
 
@@ -87,8 +88,60 @@ def test_the_counters_highest_values_are_the_peaks(outcome):
     assert [most[rank] for rank in range(len(peaks))] == pytest.approx(peaks.tolist())
 
 
-def test_a_written_trace_is_the_made_one(outcome, tmp_path):
-    write_trace(outcome, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == make_trace(
-        outcome.timeline, outcome.memory
-    )
+def written(steps, tmp_path):
+    write_trace(steps, tmp_path / "trace.json")
+    return json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_written_trace_is_the_made_one_under_the_steps_title(outcome, tmp_path):
+    events = written([TraceStep(title="A step", simulated=outcome)], tmp_path)
+    made = make_trace(outcome.timeline, outcome.memory)["traceEvents"]
+    assert len(events) == len(made)
+    for event, own in zip(events, made, strict=True):
+        expected = {**own, "id": 0}
+        if own["name"] == "process_name":
+            expected["args"] = {"name": f"A step, {own['args']['name']}"}
+        assert {**event, "id": 0} == expected
+
+
+def test_steps_have_processes_and_arrows_of_their_own_on_one_scale(tmp_path):
+    short, long = chart_step("1f1b", 2, 3, num_layers=8), chart_step("1f1b", 3, 9, num_layers=9)
+    events = written([short, long], tmp_path)
+    passes = [event for event in events if event.get("cat") == "compute"]
+    ends = [
+        max(round((e["ts"] + e["dur"]) * 1000) for e in passes if e["pid"] in ranks)
+        for ranks in (range(2), range(2, 5))
+    ]
+    assert ends == [short.simulated.step_ns, long.simulated.step_ns]
+    order = [event for event in events if event["name"] == "process_sort_index"]
+    assert [(event["pid"], event["args"]["sort_index"]) for event in order] == [
+        (number, number) for number in range(5)
+    ]
+    arrows = [event["id"] for event in events if event["ph"] == "s"]
+    assert len(arrows) == len(set(arrows)) > 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recomputation_begins_its_backward_pass(name, tmp_path):
+    step = chart_step(name, 4, 6, 2 if name == "interleaved" else 1, num_layers=16)
+    timeline, schedule = step.simulated.timeline, step.simulated.timeline.program.schedule
+    goes_back = np.isin(schedule.kinds, (PassKind.BACKWARD, PassKind.INPUT_GRAD))
+    spent = np.where(goes_back, step.recompute_ns[schedule.stages, schedule.micro_batches], 0)
+    again = [e for e in written([step], tmp_path) if e.get("cat") == "recompute"]
+    assert len(again) == (spent > 0).sum() > 0
+    starts = timeline.start_ns[spent > 0].tolist()
+    assert [round(event["ts"] * 1000) for event in again] == starts
+    assert [round(event["dur"] * 1000) for event in again] == spent[spent > 0].tolist()
+    assert [event["pid"] for event in again] == schedule.ranks[spent > 0].tolist()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_parts_of_the_critical_path_add_up_to_the_step(name):
+    step = chart_step(name, 4, 6, 2 if name == "interleaved" else 1, num_layers=16)
+    parts = path_parts(step)
+    assert sum(parts.values()) == step.simulated.step_ns
+    assert min(parts.values()) >= 0
+    plain = TraceStep(title="", simulated=step.simulated)
+    assert "recomputation" not in path_parts(plain)
+    goes_back = parts["backward"] + parts["input gradient"] + parts["recomputation"]
+    assert path_parts(plain)["backward"] + path_parts(plain)["input gradient"] == goes_back

@@ -21,7 +21,7 @@ from support.cases import for_each
 
 INTERNVL, A100 = load_model("internvl_1_5"), load_cluster("a100_80g")
 OMNIBAL = Parallelism(tp=2, pp=4, dp=4)
-BF16_GRADIENTS = Training(mode=TrainingMode(gradients="bf16"))
+BF16_GRADIENTS = Training(mode=TrainingMode(gradients="bf16"), kernels="fused")
 GB, MIB = 1e9, 2**20
 PAPERS_PARTITION = np.array([0, 23, 47, 72, 97])
 """Table 9's [22, 23, 24, 24]: embeddings and projector stand with the layers next to them, the head
@@ -311,7 +311,7 @@ def test_half_the_network_doubles_what_stages_wait_but_for_latency():
 
 
 def test_with_the_language_model_frozen_gradients_pass_it_but_its_weights_get_none():
-    costs = internvl(training=Training(llm=False))
+    costs = internvl(training=Training(llm=False, kernels="fused"))
     llm, head = row(costs, "llm_layer"), row(costs, "head")
     everything = internvl()
     assert not costs.weight_grad_ns[[llm, head]].any()
@@ -322,7 +322,7 @@ def test_with_the_language_model_frozen_gradients_pass_it_but_its_weights_get_no
 
 
 def test_with_the_projector_alone_trained_the_vision_encoder_only_runs_forward():
-    costs = internvl(training=Training(vision=False, llm=False))
+    costs = internvl(training=Training(vision=False, llm=False, kernels="fused"))
     projector = row(costs, "vision_projector")
     for column in ("input_grad_ns", "weight_grad_ns", "recompute_ns", "saved_bytes", "kept_bytes"):
         assert not getattr(costs, column)[:projector].any()

@@ -8,11 +8,12 @@ from isobatch.common.config import preset_names
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.layer_list import layers_of, phases_of
 from isobatch.engine.cost_model.operations import MatMul
-from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.models.presets import load_model, model_from_dict, model_to_dict
 from support.cases import for_each
 
 ONE, TWO = Parallelism(), Parallelism(tp=2)
+FUSED = Training(kernels="fused")
 
 
 def kinds(layers):
@@ -65,38 +66,41 @@ def test_gpus_hold_whole_heads_so_that_25_on_two_are_13_on_each():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "widths"),
+    ("name", "kind", "widths", "plain"),
     [
-        ("internvl_1_5", "vision_layer", 40),
-        ("internvl_1_5", "llm_layer", 28 + 2 / 3),
-        ("eva_clip_8b_internlm2_20b", "vision_layer", 36),
+        ("internvl_1_5", "vision_layer", 40, 56),
+        # 16 + 4 x 7/6 + 8 x 8/3 with modules of transformers
+        ("internvl_1_5", "llm_layer", 28 + 2 / 3, 42),
+        ("eva_clip_8b_internlm2_20b", "vision_layer", 36, 36),
     ],
 )
-def test_activations_saved_are_so_many_bytes_per_token_and_width(name, kind, widths):
+def test_activations_saved_are_so_many_bytes_per_token_and_width(name, kind, widths, plain):
     model = load_model(name)
-    layer = only(layers_of(model, ONE), kind)
+    layer = only(layers_of(model, ONE, FUSED), kind)
     width = (model.vit if kind == "vision_layer" else model.llm).hidden_size
-    assert layer.saved_bytes == pytest.approx(widths * width)
+    assert layer.saved.trained == pytest.approx(widths * width)
+    assert only(layers_of(model, ONE), kind).saved.trained == pytest.approx(plain * width)
     assert layer.input_bytes == 2 * width
 
 
 def test_sequence_parallelism_shares_out_what_tensor_parallelism_alone_does_not():
     model = load_model("internvl_1_5")
-    shared = only(layers_of(model, TWO), "llm_layer")
-    alone = only(layers_of(model, Parallelism(tp=2, sequence_parallel=False)), "llm_layer")
+    shared = only(layers_of(model, TWO, FUSED), "llm_layer")
+    alone = only(layers_of(model, Parallelism(tp=2, sequence_parallel=False), FUSED), "llm_layer")
     # inputs and outputs of two norms, 8 bytes per width, are whole on each GPU
-    assert alone.saved_bytes - shared.saved_bytes == 8 * 6144 / 2
+    assert alone.saved.trained - shared.saved.trained == 8 * 6144 / 2
     assert (alone.input_bytes, shared.input_bytes) == (2 * 6144, 6144)
     assert alone.sent[0][1] == 2 * shared.sent[0][1]
 
 
 def test_a_frozen_layer_that_hands_a_gradient_on_saves_no_inputs_of_products():
-    layer = only(layers_of(load_model("internvl_1_5"), ONE), "llm_layer")
-    assert layer.saved_bytes - layer.saved_for_input_bytes == 4 * 6144 + 2 * 16384
+    for training, inputs in ((FUSED, 4), (None, 8)):  # normalized inputs too, in transformers
+        layer = only(layers_of(load_model("internvl_1_5"), ONE, training), "llm_layer")
+        assert layer.saved.trained - layer.saved.frozen == inputs * 6144 + 2 * 16384
 
 
 def test_deferred_weight_gradients_need_what_products_take_and_the_gradients_of_what_they_make():
-    layers = layers_of(load_model("internvl_1_5"), ONE)
+    layers = layers_of(load_model("internvl_1_5"), ONE, FUSED)
     # norms' outputs, attention's and GELU's; gradients of query-key-value, two residuals, GELU
     h, f = 3200, 12800
     assert only(layers, "vision_layer").deferred_bytes == 2 * (3 * h + f + 3 * h + 2 * h + f)
@@ -105,8 +109,8 @@ def test_deferred_weight_gradients_need_what_products_take_and_the_gradients_of_
     logits = 2 * load_model("internvl_1_5").dimensions[1].vocab_size
     # their gradient takes their place
     assert head.deferred_bytes == 2 * 6144 + logits
-    assert head.saved_bytes - head.saved_for_input_bytes == 2 * 6144
-    assert head.saved_for_input_bytes == 2 * 6144 + logits
+    assert head.saved.trained - head.saved.frozen == 2 * 6144
+    assert head.saved.frozen == 2 * 6144 + logits
 
 
 def test_features_of_the_audio_encoder_travel_along_through_the_vision_encoder():

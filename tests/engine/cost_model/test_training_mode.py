@@ -40,7 +40,7 @@ def test_a_mode_that_cannot_be_is_an_error(wrong):
         TrainingMode(**wrong)
 
 
-def test_fp32_doubles_activations_and_messages_but_for_the_probabilities_of_the_loss():
+def test_fp32_doubles_activations_of_fused_kernels_and_messages():
     model, loads = (
         load_model("tiny"),
         Loads.constant(1, images=2, vit_tokens_per_image=17, seq_len=100),
@@ -51,7 +51,7 @@ def test_fp32_doubles_activations_and_messages_but_for_the_probabilities_of_the_
             load_cluster("a100_80g"),
             Parallelism(),
             loads,
-            Training(mode=TrainingMode(precision=precision)),
+            Training(mode=TrainingMode(precision=precision), kernels="fused"),
         )
         for precision in ("bf16", "fp32")
     )

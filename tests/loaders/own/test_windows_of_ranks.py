@@ -128,8 +128,8 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
         counter, records = Counter(), Records(rows)
         if streams is not None:
             own = streams[rank % len(streams)]
-            is_sharded = len(streams) > 1
-            records = StreamRecords(own, None, as_files=False, is_sharded=is_sharded)
+            records = StreamRecords(own, None, as_files=False)
+            records.is_sharded = len(streams) > 1
         reader = RecordReader(records, counter, (), may_lose=False, kept_bytes=1 << 40)
         options = LengthOptions(
             max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, least=window

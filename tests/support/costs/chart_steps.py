@@ -2,11 +2,9 @@
 micro-batches.
 """
 
-from itertools import pairwise
-
 import numpy as np
 
-from isobatch.engine.charts.gantt import GanttStep
+from isobatch.engine.charts.trace import TraceStep
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import make_schedule
@@ -42,7 +40,7 @@ def chart_costs(num_layers, num_micro_batches):
 
 
 def chart_step(name, ranks, micro_batches, stages_per_rank=1, num_layers=64):
-    """A `Step` of a schedule."""
+    """A `TraceStep` of a schedule."""
     costs = chart_costs(num_layers, micro_batches)
     borders = np.linspace(0, num_layers, ranks * stages_per_rank + 1).astype(int)
     recompute = np.arange(num_layers) < num_layers // 2
@@ -52,11 +50,4 @@ def chart_step(name, ranks, micro_batches, stages_per_rank=1, num_layers=64):
     again = np.add.reduceat(
         np.where(recompute[:, np.newaxis], costs.recompute_ns, 0), borders[:-1], axis=0
     )
-    names = [f"layers {first} to {last - 1}" for first, last in pairwise(borders)]
-    return GanttStep(
-        title=f"Schedule {name}",
-        text=f"{ranks} ranks & {micro_batches} micro-batches.",
-        simulated=outcome,
-        recompute_ns=again,
-        stage_names=names,
-    )
+    return TraceStep(title=f"Schedule {name}", simulated=outcome, recompute_ns=again)

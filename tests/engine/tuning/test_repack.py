@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobatch.balance.steps.repack import (
+from isobatch.common.types import Groups, IntArray
+from isobatch.engine.tuning.repack import (
     MAX_CLUSTERS,
     TOLERANCE,
     cluster_costs,
     cluster_orders,
     pack_balanced,
 )
-from isobatch.common.types import Groups, IntArray
 from support.oracles import repack_oracle as oracle
 
 MAX_LEN = 50

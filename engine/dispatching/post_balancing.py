@@ -16,7 +16,8 @@ fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (benchmarks/p
 import numba
 import numpy as np
 
-from isobatch.balance.steps._post_balancing_kernels import (
+from isobatch.common.types import FloatArray, Groups, IntArray
+from isobatch.engine.dispatching._post_balancing_kernels import (
     assign_by_squares,
     assign_by_sum,
     descending,
@@ -24,7 +25,6 @@ from isobatch.balance.steps._post_balancing_kernels import (
     split_attention,
     split_padded,
 )
-from isobatch.common.types import FloatArray, Groups, IntArray
 
 LengthsOrCosts = IntArray | FloatArray
 """Lengths in tokens, or costs in any unit; never negative."""

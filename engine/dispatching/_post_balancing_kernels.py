@@ -1,4 +1,4 @@
-"""Kernels of `balance.steps.post_balancing`: examples to even batches.
+"""Kernels of `engine.dispatching.post_balancing`: examples to even batches.
 
 *Longest first* (`assign_by_sum`, `assign_by_squares`), O(n). Batches wait in lists by their sum,
 not in a heap: the least sum never falls, and a batch above the final mean is never the least again,

@@ -1,4 +1,4 @@
-"""Swaps of batches between nodes, for `balance.steps._node_placement`.
+"""Swaps of batches between nodes, for `engine.dispatching._node_placement`.
 
 Used when all places of a node are taken. What counts is the excess, the sum over ranks of what they
 send above the target, and every exchange must lower it: one swap, or two of which the first alone

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobatch.balance.metrics import longest
-from isobatch.balance.steps.post_balancing import (
+from isobatch.common.types import IntArray
+from isobatch.engine.dispatching.post_balancing import (
     EXACT_MEAN,
     as_batches,
     balance_conv,
@@ -17,7 +18,6 @@ from isobatch.balance.steps.post_balancing import (
     balance_squares,
     balance_sums,
 )
-from isobatch.common.types import IntArray
 from support.oracles import post_balancing_oracle as oracle
 
 

@@ -7,9 +7,9 @@ Pure and deterministic: every rank computes it.
 
 In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
 the batches that its ranks need, always for the rank that sends most: the smallest example that
-covers what is above the target, else the largest. A full node swaps batches
-(`balance.steps._node_swaps`); one that still sends more goes first in all later attempts, so most
-targets out of reach fail at the first node. At the end each batch that nobody needed goes to the
+covers what is above the target, else the largest. A full node swaps batches (`_node_swaps`); one
+that still sends more goes first in all later attempts, so most targets out of reach fail at the
+first node. At the end each batch that nobody needed goes to the
 node of its largest example. benchmarks/post_balancing.py has times, and the gap to a proven bound
 (an integer program for one node alone).
 """
@@ -17,7 +17,8 @@ node of its largest example. benchmarks/post_balancing.py has times, and the gap
 import numba
 import numpy as np
 
-from isobatch.balance.steps._node_swaps import (
+from isobatch.common.types import IntArray
+from isobatch.engine.dispatching._node_swaps import (
     FREE,
     Placement,
     StepExamples,
@@ -26,8 +27,7 @@ from isobatch.balance.steps._node_swaps import (
     place,
     shares,
 )
-from isobatch.balance.steps.post_balancing import as_batches
-from isobatch.common.types import IntArray
+from isobatch.engine.dispatching.post_balancing import as_batches
 
 PRECISION = 256
 """The bisection ends when the target is known to 1/256."""
@@ -44,7 +44,7 @@ def place_batches(
 ) -> IntArray:
     """Rank of each batch for a small largest inter-node send (OrchMLLM, Algorithm 3).
 
-    `lengths` are tokens, `batches` the batch of each example as `balance.steps.post_balancing`
+    `lengths` are tokens, `batches` the batch of each example as `engine.dispatching.post_balancing`
     gives it, both rank after rank: rank r holds the examples `source_offsets[r]` to
     `source_offsets[r + 1]`. There are as many batches as ranks. A node is `ranks_per_node` ranks in
     a row, the last may be fewer. Returns a permutation, int64, shape (num_ranks,): batch b moves to
