@@ -11,7 +11,7 @@ pictures, speech and plain text (`learning_data.py`) with Adam. Methods differ i
 - the loader's order, by default and as balanced as it can be (`learning_orders.LOADER`).
 
 A step is a micro-batch on each of `--dp` ranks, run in one process with the gradient that the ranks
-together would have. Each method runs with each divisor of the loss (docs/load.md); weights and
+together would have. Each method runs with each divisor of the loss (docs/load/loss.md); weights and
 initial values depend on the seed alone, so differences are taken seed by seed. Intervals are 95 %
 of Student's t over seeds. Losses are means over the labels of held-out samples; `sources` is the
 mean of the three sources' losses.

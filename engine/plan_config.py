@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 
 from isobatch.balance.baseline_samplers import BATCH_SIZE
-from isobatch.common.config import Option, check_options, preset_groups, preset_names
+from isobatch.common.config import Option, check_options, preset_families, preset_names
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.loads import Loads
@@ -44,7 +44,8 @@ class PlanConfig:
         str | None,
         Option(
             "Without a build: folder with the model's config.json and its processor's files, or a"
-            f" Hub id; a .toml file; or a preset: {', '.join(preset_groups('models'))}."
+            " Hub id; a .toml file; or a preset that `packer models` lists, of"
+            f" {preset_families('models')}."
         ),
     ] = None
     images: Annotated[

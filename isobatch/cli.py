@@ -19,6 +19,7 @@ COMMANDS = {
     "group": ("packer", "group", "Group samples of given lengths."),
     "cache": ("packer", "cache", "Show, or remove, what is kept for later runs."),
     "datasets": ("packer", "datasets", "List the known datasets and what each needs."),
+    "models": ("packer", "models", "List the presets of models."),
     "plan": ("engine", "plan", "Plan a training run: partition, recomputation, schedule."),
     "simulate": ("engine", "simulate", "Simulate a plan's steps."),
     "train": ("engine", "train", "Train a model as a pipeline, by a plan. Under torchrun."),

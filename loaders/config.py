@@ -101,11 +101,11 @@ class LoaderConfig:
     mixing_weights: WeightSchedule | None = None
     """Weights of several builds that change: [(first step, {build: weight}), ...], or a function of
     the step, counted over the whole training. Builds by URL or its last part. Every step is full,
-    of groups in plainly random order: `balance` and `remainder` then have no effect.
+    so `remainder` has no effect; `balance` chooses which groups of each build it has.
     """
     regroup: Literal["epoch"] | None = None
-    """"epoch" groups the samples again in every epoch, within windows of stored groups. These
-    groups are less even (docs/load.md).
+    """"epoch" lets samples of nearly equal size trade places in every epoch, within windows of
+    stored groups (docs/load/options.md).
     """
     regroup_window: int = 4096
     """Stored groups of a window."""

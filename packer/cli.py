@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from isobatch.balance.grouping.caps import GroupOptions
 from isobatch.common.command_line import (
@@ -17,11 +18,12 @@ from isobatch.common.command_line import (
     run_app,
     with_options,
 )
-from isobatch.common.config import read_toml
+from isobatch.common.config import preset_names, read_toml
 from isobatch.common.consoles import foreign, messages, print_line, results
 from isobatch.common.errors import ConfigError
 from isobatch.common.kept_files import LENGTHS, RECORDS, kept_files, remove_files
 from isobatch.counting.records.record import REASONS
+from isobatch.models.presets import load_model
 from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.config import BuildConfig
@@ -227,6 +229,18 @@ def inspect(
 def datasets() -> None:
     """List the known datasets and what each needs."""
     print_datasets(results())
+
+
+@app.command()
+def models() -> None:
+    """List the presets of models, and what each does with images, audio and videos."""
+    table = Table("name", "what it is", "takes, next to text", box=None, pad_edge=False)
+    for name in preset_names("models"):
+        preset = load_model(name)
+        media = ["images", *["audio"] * bool(preset.audio), *["videos"] * bool(preset.video)]
+        description = preset.description.removesuffix(".")
+        table.add_row(f"[bold]{name}[/]", foreign(description), ", ".join(media))
+    results().print(table, highlight=False)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from isobatch.balance.grouping.caps import GroupOptions
-from isobatch.common.config import Option, check_options, preset_groups, read_preset
+from isobatch.common.config import Option, check_options, preset_families, read_preset
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.reading import Answers, Choices, Reading, UnknownMarks
 from isobatch.models.folder.find_model import find_model, is_folder
@@ -42,7 +42,8 @@ class BuildConfig:
         str,
         Option(
             "Folder that save_pretrained of model and processor wrote, or a Hub id (OWNER/NAME);"
-            f" a .toml file; or a preset: {', '.join(preset_groups('models'))}."
+            " a .toml file; or a preset that `packer models` lists, of"
+            f" {preset_families('models')}."
         ),
     ] = ""
     tokenizer: Annotated[

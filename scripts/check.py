@@ -4,7 +4,8 @@ and in CI.
     python scripts/check.py [--quick] [pytest arguments]
 
 Stops at the first check that fails, with its exit status. Types are checked while the first tests
-run. `--quick` takes a minute: of the tests, those of the pure parts.
+run. `--quick` is for every commit, in less than a minute on two cores: of the tests, those of the
+pure parts and of the tree, without those that a mark names as long.
 """
 
 import os
@@ -26,9 +27,12 @@ TESTS = [
     *("-n", str((os.cpu_count() or 1) + 2)),
 ]
 QUICK = [
-    *("-m", "not (slow or server or ray or gpu or other_trainers)"),
-    *("tests/balance", "tests/models", "tests/counting", "tests/test_layout.py"),
+    *("-q", "-n", str(os.cpu_count() or 1)),
+    *("-m", "not (thorough or slow or server or ray or gpu or other_trainers)"),
+    *("tests/balance", "tests/models", "tests/counting", "tests/shards", "tests/engine/simulator"),
+    *("tests/test_layout.py", "tests/test_docs.py"),
 ]
+"""Options of pytest: the last `-n` counts."""
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ lists the known ones, so that a typing mistake never silently becomes a default.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
@@ -103,6 +104,11 @@ def preset_groups(kind: str) -> list[str]:
     bases = {name for name in names if any(each.startswith(f"{name}_") for each in names)}
     own = [name for name in names if not any(name.startswith(f"{base}_") for base in bases)]
     return [f"{name}, {name}_*" if name in bases else name for name in own]
+
+
+def preset_families(kind: str) -> str:
+    """For a help text, in one line: what the names begin with, up to a digit or `_`."""
+    return ", ".join(sorted({re.split(r"[\d_]", name)[0] for name in preset_names(kind)}))
 
 
 def build_config(kind: type[Config], values: Any, *, where: str) -> Config:

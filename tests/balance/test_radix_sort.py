@@ -1,6 +1,7 @@
 """Linear sorting equals NumPy's stable argsort, whatever the keys and the width of the numbers."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from isobatch.common.types import index_dtype
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(st.lists(KEYS, min_size=1, max_size=100))
 def test_sorting_by_digits_is_a_stable_argsort(keys):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from isobatch.common.config import preset_names
 from isobatch.packer.report.terminal import CAPTION
 from support.builds.command import run_packer
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
@@ -38,6 +39,18 @@ def build_arguments(dataset, out):
         "--out",
         out,
     ]
+
+
+def test_help_has_families_in_one_line_and_models_lists_every_preset(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, help_text, _ = run("build", "--help")
+    described = " ".join(help_text.partition("--model ")[2].partition("--tokenizer")[0].split())
+    assert "preset that `packer models` lists, of eva, gemma, glm," in described
+    assert "qwen3_vl" not in described
+    status, listed, _ = run("models")
+    assert status == 0
+    names = [line.split()[0] for line in listed.splitlines()[1:] if line.split()]
+    assert set(preset_names("models")) <= set(names)
 
 
 def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path, monkeypatch):

@@ -113,6 +113,7 @@ if __name__ == "__main__":  # not in the processes that count
 
 # the demo's staged samples, which know no format, need more than the first; its 6 MB of shards
 # more than the others; its one shard is written by the leading process, however many there are
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shard_format", "size"),
     [("arrow", "100k"), *itertools.product(["arrow", "webdataset"], ["1800k", "5m"])],

@@ -60,6 +60,7 @@ def problems(draw, max_size=60):
     return list(rows.T.copy()), caps
 
 
+@pytest.mark.thorough
 @settings(max_examples=len(draws(60)), deadline=None)
 @given(problems(), st.integers(0, 2**32), st.sampled_from([0, 1, 5]))
 def test_equals_the_plain_oracle_group_for_group(problem, seed, rounds):
@@ -79,6 +80,7 @@ def test_equals_the_plain_oracle_in_several_windows(problem, seed, rounds):
         assert as_lists(groups) == fit_oracle(loads, caps, seed=seed, rounds=rounds)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("caps", [(15, 4096), (12, 4096), (9, 3000), (40, 9000)])
 @pytest.mark.parametrize("window_samples", [300, 60])
 def test_equals_the_plain_oracle_on_samples_like_real_ones(caps, window_samples, monkeypatch):

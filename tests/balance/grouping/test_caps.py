@@ -87,6 +87,7 @@ def datasets(draw):
     return counts_of(*zip(*rows, strict=True))
 
 
+@pytest.mark.thorough
 @settings(max_examples=120, deadline=None)
 @given(
     datasets(),
@@ -208,6 +209,7 @@ UNIFORM = {
 }
 
 
+@pytest.mark.thorough
 def test_without_a_given_cap_groups_are_full_and_hold_several_samples():
     for case, (draw, context) in UNIFORM.items():
         rng = np.random.default_rng(0)
@@ -260,6 +262,7 @@ def test_no_samples_and_an_unknown_unit_are_errors():
         choose(counts_of([1], [5]), vision_unit="tiles")
 
 
+@pytest.mark.thorough
 def test_the_choice_is_the_same_every_time_for_a_million_samples():
     rng = np.random.default_rng(0)
     patches = rng.choice([0, 1, 3, 5, 9], 1_200_000)
@@ -287,6 +290,7 @@ def packed(num_samples, seed=0):
     return counts_of(patches, patches * 50 + rng.integers(20, 400, num_samples))
 
 
+@pytest.mark.thorough
 def test_caps_and_split_are_as_good_as_a_full_grid():
     counts, memory = (
         packed(150),
@@ -327,6 +331,7 @@ def test_without_a_budget_the_vision_cap_is_the_smallest_free_one_of_a_full_grid
     assert abs(chosen - smallest) <= 1, groups
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(datasets(), st.integers(400, 3_000), st.integers(0, 150), st.sampled_from([COST, None]))
 def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):

@@ -25,6 +25,7 @@ def mixed(num_samples, seed=0):
     return vision, vision * 256 + np.exp(rng.normal(5.5, 0.9, num_samples)).astype(np.int64) + 8
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     loads=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), min_size=1, max_size=90),
@@ -64,6 +65,7 @@ def test_a_mixture_in_random_order_is_balanced_after_it_and_was_not_before():
     assert len(after) < 1.004 * len(before)
 
 
+@pytest.mark.thorough
 def test_a_pair_is_divided_about_as_well_as_any_division_could():
     near = 0
     for seed in range(60):

@@ -14,6 +14,7 @@ def problems(draw):
     return list(np.array(rows).T), caps
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None)
 @given(problems(), st.sampled_from([1, 2, 4]))
 def test_never_above_the_best_grouping_nor_below_the_sums(problem, unit):

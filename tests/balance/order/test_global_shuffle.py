@@ -108,6 +108,7 @@ def test_a_balance_out_of_range_is_refused():
             order_of(20, balance=balance)
 
 
+@pytest.mark.thorough
 def test_more_balance_costs_pairs_and_no_more_than_promised():
     num_groups = 12_000
     vision, tokens = packed_loads(num_groups)

@@ -113,6 +113,7 @@ def test_builds_that_are_packed_alike_are_mixed_and_wait_no_longer(micro_batches
     assert all(mine <= its for mine, its in zip(waiting, random_waiting, strict=True))
 
 
+@pytest.mark.thorough
 def test_the_waiting_that_is_predicted_is_what_ranks_wait():
     builds = Builds(SIZES, TOKENS)
     sizes = np.array(SIZES)

@@ -108,6 +108,7 @@ def test_epochs_bring_other_samples_together_in_groups_as_even_as_before(stored)
             assert dist_ratio(made.sum(load), 8) < dist_ratio(groups.sum(load), 8) + spare
 
 
+@pytest.mark.thorough
 def test_samples_of_many_different_sizes_change_groups_too():
     rng = np.random.default_rng(0)
     vision = 4 * rng.integers(4, 3_000, 20_000) * (rng.random(20_000) > 0.3)

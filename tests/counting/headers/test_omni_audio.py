@@ -85,6 +85,7 @@ def processed(processor: Any, folder: Path, name: str, row: dict[str, Any]) -> A
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OMNI)
 def test_a_folder_packs_clips_as_its_processor_does(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

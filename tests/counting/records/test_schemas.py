@@ -518,6 +518,7 @@ def check(value):
         assert not parsed.audios or text.count("<audio>") == len(parsed.audios)
 
 
+@pytest.mark.thorough
 @given(values)
 def test_any_value_is_a_sample_or_has_a_reason(value):
     check(value)

@@ -52,6 +52,7 @@ def code(tmp_path, monkeypatch):
     return f"{tmp_path / 'my_map.py'}:split"
 
 
+@pytest.mark.thorough
 def test_records_become_one_many_or_none_with_a_reason(tmp_path, code):
     raw = write_dataset(tmp_path / "raw", [*ROWS, {"id": "bare", "number": 6}])
     (tmp_path / "table").mkdir()

@@ -200,6 +200,7 @@ def test_ids_and_labels_equal_apply_chat_template_on_a_whole_corpus(
     check_against_reference(name, corpus(corpus_name))
 
 
+@pytest.mark.thorough
 @given(turns=TURNS)
 @QUICK
 def test_ids_and_labels_equal_apply_chat_template_on_any_conversation(turns: list[Turn]) -> None:

@@ -70,6 +70,7 @@ def labelled(template, chat):
     return [text[start:end] for start, end in spans]
 
 
+@pytest.mark.thorough
 def test_all_that_transformers_renders_has_its_ids_and_labels():
     assert len(rows()) > 50
     for row in rows():
@@ -79,6 +80,7 @@ def test_all_that_transformers_renders_has_its_ids_and_labels():
         assert {"one answer", "several answers", "several thoughts"} <= set(row.used), row
 
 
+@pytest.mark.thorough
 def test_the_page_of_templates_is_current():
     if f"TRL {version('trl')}" in listing.PAGE.read_text("utf-8"):
         assert listing.PAGE.read_text("utf-8") == listing.make_page(rows()), (

@@ -175,6 +175,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.thorough
 @for_each("name", HOSTILE)
 def test_a_template_that_takes_too_much_is_one_line_in_seconds(name):
     began = time.monotonic()

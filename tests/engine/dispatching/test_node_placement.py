@@ -46,6 +46,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, int]:
     return (lengths, batches, np.cumsum([0, *sizes])), draw(st.integers(1, num_ranks + 2))
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(steps())
 def test_every_rank_gets_one_batch_and_nobody_sends_more_than_it_holds(
@@ -85,6 +86,7 @@ def test_one_node_alone_bounds_all() -> None:
     assert max(node_bound(*case, node, 2) for node in range(4)) <= whole_bound(*case, 2) + 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [1024, 2048, 2560])
 @pytest.mark.parametrize("per_rank", [16, 60])
 def test_from_1024_ranks_on_the_largest_send_is_within_two_percent_of_a_proven_bound(
@@ -96,6 +98,7 @@ def test_from_1024_ranks_on_the_largest_send_is_within_two_percent_of_a_proven_b
     assert placed.max() < 0.7 * sends(case, np.arange(num_ranks), 8).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["even", "tiles"])
 def test_the_gap_stays_when_lengths_are_not_log_normal(kind: str) -> None:
     rng = np.random.default_rng(1)
@@ -147,6 +150,7 @@ def test_arrays_that_do_not_fit_are_errors_that_say_what() -> None:
         place_batches(np.array([1]), np.array([0]), np.array([0, 1]), ranks_per_node=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_rank", [16, 60])
 def test_two_swaps_at_once_and_smallest_covers_keep_small_clusters_near_the_bound(
     per_rank: int,

@@ -18,6 +18,7 @@ from support.costs.random_steps import (
 from support.oracles.simulation_oracle import Pipeline
 
 
+@pytest.mark.thorough
 @for_each("seed", draws(40))
 def test_operations_wait_for_what_their_passes_need_and_nothing_else(seed):
     rng = np.random.default_rng(seed)

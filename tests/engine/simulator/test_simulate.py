@@ -59,6 +59,7 @@ def oracle_times(schedule, stages, encodings=None):
     return pairs[:, 0], pairs[:, 1]
 
 
+@pytest.mark.thorough
 @for_each("seed", draws(80))
 def test_every_operation_runs_when_an_event_by_event_simulation_says(seed):
     schedule, stages, encodings = random_case(seed)
@@ -260,6 +261,7 @@ def test_interleaved_zero_bubble_waits_as_its_docstring_says():
     np.testing.assert_allclose(waiting[1], 0.040, atol=5e-4)
 
 
+@pytest.mark.thorough
 @for_each("seed", draws(50))
 def test_a_step_takes_longer_by_whatever_its_critical_path_does(seed):
     schedule, stages, encodings = random_case(seed)

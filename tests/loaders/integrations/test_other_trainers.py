@@ -1,4 +1,4 @@
-"""LLaMA-Factory, ms-swift and Axolotl on a datasets.Dataset, by the code of docs/load.md.
+"""LLaMA-Factory, ms-swift and Axolotl on a datasets.Dataset, by the code of docs/load/trainers.
 
 Each is installed from PyPI into an environment of its own, kept in pytest's cache (1.1 GB), and
 runs by its own command. Not by default, since that takes minutes and the network:
@@ -32,7 +32,7 @@ SAMPLES, EPOCHS, ACCUMULATED, SAVED = 60, 2, 2, 4
 KILLED = 2 * 6 + 1
 """Micro-batch: the first of the two of step 7, after the checkpoint of step 4."""
 MAX_TOKENS = "16_384", "600"
-"""Of docs/load.md, and for the short samples of the test."""
+"""Of docs/load/trainers, and for the short samples of the test."""
 RUN_S = 300
 
 
@@ -236,8 +236,9 @@ class Run:
 
 
 def block_of(name):
-    """The code of docs/load.md after the comment that names the framework."""
-    page = (ROOT / "docs" / "load.md").read_text("utf-8")
-    (block,) = re.findall(rf"<!-- runs in {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    """The code of docs/load/trainers after the comment that names the framework."""
+    pages = sorted((ROOT / "docs" / "load" / "trainers").glob("*.md"))
+    text = "\n".join(page.read_text("utf-8") for page in pages)
+    (block,) = re.findall(rf"<!-- runs in {name} -->\n```python\n(.*?)```", text, re.DOTALL)
     assert block.count(MAX_TOKENS[0]) == 1
     return block.replace(*MAX_TOKENS)

@@ -37,7 +37,8 @@ SMALL_VISION = {
     **{"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
     **{"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
 }
-DOCS = (ROOT / "docs" / "load.md").read_text("utf-8")
+PAGES = sorted((ROOT / "docs" / "load" / "trainers").glob("*.md"))
+DOCS = "\n".join(page.read_text("utf-8") for page in PAGES)
 LOOPS = dict(re.findall(r"<!-- loop: (\w+) -->\n```python\n(.*?)```", DOCS, flags=re.DOTALL))
 README = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)[1]
 

@@ -66,6 +66,7 @@ def test_a_saved_folder_counts_as_its_processor_does(name: str, tmp_path: Path) 
     record("sizes", name, DRAWS)
 
 
+@pytest.mark.thorough
 @for_each("name", FAMILIES)
 def test_files_of_transformers_4_and_of_5_are_the_same_model(name: str, tmp_path: Path) -> None:
     save_folder(name, tmp_path / name / "new")
@@ -194,6 +195,7 @@ def test_what_would_change_counts_is_one_line_that_names_file_and_key(
 ODD = (-1, 0, 1.5, True, False, "", "x", "4x", [], [1, 2], {}, {"height": 0}, [[1, "a"]], 10**6)
 
 
+@pytest.mark.thorough
 @for_each("name", FAMILIES)
 def test_odd_values_are_a_model_or_one_line(name: str, tmp_path: Path) -> None:
     files, random_ = files_of(name, tmp_path), random.Random(name)

@@ -50,6 +50,7 @@ WITHOUT = ("minicpmv4_6",)
 """Families whose dimensions are not read."""
 
 
+@pytest.mark.thorough
 @for_each("name", [name for name in FAMILIES if name not in WITHOUT])
 def test_the_weights_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     save_folder(name, tmp_path / name)

@@ -200,6 +200,7 @@ def test_anyres_tokens_equal_the_features_that_the_model_packs() -> None:
     assert [plan.num_image_tokens for plan in plans] == packed.tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["llava_1_5", "llava_next", "internvl_1_5", "internvl_1_5_max4", "qwen2_vl"]
 )

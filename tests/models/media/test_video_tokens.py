@@ -53,6 +53,7 @@ def rule_of(name: str) -> VideoRule:
     return rule
 
 
+@pytest.mark.thorough
 @for_each("name", ORACLES)
 def test_frames_texts_and_counts_equal_the_processors(name: str) -> None:
     rules, accepted = [rule_of(name)], 0
