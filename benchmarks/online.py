@@ -49,7 +49,7 @@ from isobatch.balance.metrics import (
     source_entropy,
 )
 from isobatch.common.types import BoolArray, Groups, IntArray, Limits
-from isobatch.loaders.online.loader import BALANCE
+from isobatch.loaders.online.config import BALANCE
 from isobatch.loaders.online.own.windows import OwnWindows
 from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
 from isobatch.models.presets import load_model

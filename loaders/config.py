@@ -18,7 +18,8 @@ from isobatch.loaders.batch.joined_gradients import GradientJoin
 from isobatch.loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
 from isobatch.loaders.plan.scheduled_groups import WeightSchedule
 from isobatch.loaders.plan.steps import Remainder, StepConfig
-from isobatch.loaders.ranks import RankChecks, mesh_ranks
+from isobatch.loaders.ranks.compare import RankChecks
+from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
 from isobatch.loaders.transforms import BatchTransform, ImageTransform
 

@@ -29,7 +29,7 @@ from isobatch.loaders.plan.scheduled_groups import MixingSchedule, ScheduledGrou
 from isobatch.loaders.plan.step_plan import StepPlan
 from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.prefetch import Prefetcher
-from isobatch.loaders.ranks import RankChecks
+from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.read.build import Build, open_builds
 from isobatch.loaders.read.reader import SampleReader
 from isobatch.loaders.stats import Meter

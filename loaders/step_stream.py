@@ -18,7 +18,8 @@ from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.plan.step_plan import StepPlan
 from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.prefetch import Prefetcher
-from isobatch.loaders.ranks import Awaited, RankChecks
+from isobatch.loaders.ranks.compare import RankChecks
+from isobatch.loaders.ranks.store import Awaited
 from isobatch.loaders.stats import LoaderStats, Meter
 from isobatch.loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
 from isobatch.models.presets import ModelPreset

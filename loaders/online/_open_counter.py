@@ -1,26 +1,31 @@
 """`open_counter`: a model, a processor or a function says what samples cost."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import numpy as np
 
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._encode_counter import EncodedCounter
 from isobatch.loaders.online._packer_door import Reading, RecordCounter, RecordTable
+from isobatch.loaders.online.config import PackingConfig
+from isobatch.loaders.online.records import Records
 from isobatch.models.folder.files import CONFIG_NAME, FileSource
 from isobatch.models.folder.find_model import is_folder
 from isobatch.models.image_rules.base import ImagePlan, ImageRejected, NativeSizeRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
 from isobatch.shards.stored_group import EMPTY_GROUP
 
-if TYPE_CHECKING:
-    from isobatch.loaders.online.loader import PackingConfig
-
+IDENTITY_RECORDS = 8
+"""Records that are counted when a loader opens, to tell its dataset from others."""
 _OF_IMAGES = ("images", "image_transform", "pixel_dtype", "exact_resize", "reduced_decode")
 """Options that the decoding of images has."""
 _OF_READING = ("choices", "answers", "unknown_marks")
@@ -43,7 +48,7 @@ class NoImages(NativeSizeRule):
 
 
 def open_counter(
-    options: "PackingConfig", config: LoaderConfig, places: RecordTable | None
+    options: PackingConfig, config: LoaderConfig, places: RecordTable | None
 ) -> RecordCounter:
     """The counter of `model=`, `processor=` or `encode=`. ConfigError unless options fit."""
     _check(options, config)
@@ -70,7 +75,7 @@ def open_counter(
     return counter
 
 
-def _check(options: "PackingConfig", config: LoaderConfig) -> None:
+def _check(options: PackingConfig, config: LoaderConfig) -> None:
     """ConfigError if options lack something, or would be ignored."""
     has_encode, has_processor = options.encode is not None, options.processor is not None
     if not (has_encode or has_processor or options.model):
@@ -140,7 +145,7 @@ def _config_of(model: str | None, loaded_from: str) -> str:
     return text
 
 
-def _model_of_text(options: "PackingConfig") -> ModelPreset:
+def _model_of_text(options: PackingConfig) -> ModelPreset:
     """Of which nothing is known but its context length."""
     most = options.max_tokens or _NO_LENGTH
     length = min(most, getattr(options.processor, "model_max_length", most))
@@ -153,3 +158,15 @@ def _model_of_text(options: "PackingConfig") -> ModelPreset:
         image_markup=MediaMarkup(token="<|isobatch image|>"),
         vision=NoImages(),
     )
+
+
+def identity_of(records: Records, counter: RecordCounter) -> str:
+    """Of a dataset and how it is counted; other if records are others, or in another order.
+
+    Told by what some are counted as: pixels may be random.
+    """
+    rows = np.unique(np.linspace(0, len(records) - 1, IDENTITY_RECORDS).astype(np.int64))
+    counted = counter.count(rows, records.take(rows))
+    told = [counted.counts.tolist(), counted.table.column("sample_id").to_pylist()]
+    digest = hashlib.sha256(json.dumps(told).encode("utf-8", "surrogatepass"))
+    return f"{len(records)} {counter.identity} {digest.hexdigest()[:16]}"

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -18,11 +18,9 @@ from isobatch.loaders.online._packer_door import (
     columns_of_records,
     find_records,
 )
+from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.own.streams import ShuffledPart, StreamRecords, as_stream, is_stream
 from isobatch.loaders.online.records import BrokenRecord, Records, Transform
-
-if TYPE_CHECKING:
-    from isobatch.loaders.online.loader import PackingConfig
 
 FIRST_RECORDS, CHECKED_TOGETHER = 1024, 16
 """Records in which a column must be, and how many are looked at together."""
@@ -63,7 +61,7 @@ class PlaceRecords(Records):
 
 
 def open_records(
-    dataset: Any, packing: "PackingConfig", config: LoaderConfig, *, shows: bool
+    dataset: Any, packing: PackingConfig, config: LoaderConfig, *, shows: bool
 ) -> Records:
     """The records of a dataset in memory or at a place; `shows`: whether progress is printed."""
     as_files = packing.encode is None
@@ -88,7 +86,7 @@ def open_records(
     return PlaceRecords(places, packing.transform)
 
 
-def _of_rank(dataset: Any, packing: "PackingConfig", config: LoaderConfig) -> Any:
+def _of_rank(dataset: Any, packing: PackingConfig, config: LoaderConfig) -> Any:
     """What a rank reads. ConfigError for ranks' own parts where all ranks need all records."""
     has_ranks = config.ranks()[1] > 1
     if packing.measure == "own":

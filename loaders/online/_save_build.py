@@ -5,7 +5,6 @@ are still there; the other samples are read and tokenised again, since lengths a
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +17,9 @@ from isobatch.loaders.online._packer_door import (
     column_texts,
     write_build,
 )
+from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.records import Records
 from isobatch.shards.manifest import is_complete
-
-if TYPE_CHECKING:
-    from isobatch.loaders.online.loader import PackingConfig
 
 CHUNK_RECORDS = 256
 """Records that are counted at once: few, because each may have images of some megabytes."""
@@ -36,7 +33,7 @@ def save_build(
     records: Records,
     counter: RecordCounter,
     kept: Kept,
-    packing: "PackingConfig",
+    packing: PackingConfig,
     seed: int,
 ) -> None:
     """Write a build; `kept` are samples in memory, by their numbers for the loader."""

@@ -23,7 +23,6 @@ from isobatch.balance.grouping.caps import PaddedChoice
 from isobatch.common.consoles import messages
 from isobatch.common.errors import DataError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
-from isobatch.loaders.online._exchange import Cancelled, RankExchange
 from isobatch.loaders.online._length_table import (
     REJECTED,
     ROW,
@@ -47,6 +46,7 @@ from isobatch.loaders.online._packer_door import (
     visible,
 )
 from isobatch.loaders.plan.epoch_groups import PlannedBuild
+from isobatch.loaders.ranks.exchange import Cancelled, RankExchange
 
 TOLD_S = 10.0
 """Seconds after which the first window says how far it is, and then again."""

@@ -11,166 +11,40 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
-from isobatch.common.config import check_names, check_types
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.common.types import Limits
-from isobatch.loaders.config import LoaderConfig, LoaderOptions, tell_wrong_options
-from isobatch.loaders.online._exchange import RankExchange
+from isobatch.loaders.config import tell_wrong_options
 from isobatch.loaders.online._length_table import LengthTable
-from isobatch.loaders.online._open_counter import open_counter
+from isobatch.loaders.online._open_counter import identity_of, open_counter
 from isobatch.loaders.online._packer_door import RejectedSample, write_page
 from isobatch.loaders.online._place_records import open_records, require_columns
 from isobatch.loaders.online._save_build import require_place, save_build
-from isobatch.loaders.online.encoded import Encode
+from isobatch.loaders.online.config import PackingConfig, PackingOptions, checked_options
 from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
 from isobatch.loaders.online.own.items import of_items, require_own_options, require_records
 from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.own.streams import StreamRecords
 from isobatch.loaders.online.own.windows import OwnWindows
 from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
-from isobatch.loaders.online.records import Records, Transform, identity_of
+from isobatch.loaders.online.records import Records
 from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.plan.window_order import WindowOrder
 from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
-from isobatch.loaders.ranks import Awaited, RankChecks
+from isobatch.loaders.ranks.compare import RankChecks
+from isobatch.loaders.ranks.exchange import RankExchange
+from isobatch.loaders.ranks.store import Awaited
 from isobatch.loaders.stats import Meter
 from isobatch.loaders.step_builder import StepBatches, StepBuilder
 from isobatch.loaders.step_stream import StepStream
 
 FIRST_WINDOW = 256
 """Samples of an epoch's first window where both caps are given: the first step comes soon."""
-BALANCE = 0.9
-"""Of `balance`: groups are others in every epoch, so steps do not repeat as a build's would."""
 OWN_SHARE = 8
 """With `measure="own"` a rank loads 1 / this of `window` at a time, on any number of ranks."""
-_OF_BUILDS = (
-    *("split", "filter", "limit", "mixing_weights", "regroup", "image_root"),
-    *("storage", "regroup_window", "validation_fraction"),
-)
-"""Options of `LoaderConfig` that need a build."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackingConfig:
-    """How a dataset without a build is measured and packed."""
-
-    model: str | None = None
-    """Preset, folder or Hub id, as `packer build --model` takes it."""
-    processor: Any = None
-    """Instead: a processor or tokenizer of transformers. With a processor, `model` is the folder or
-    Hub id of its config, by default where it was loaded from. A tokenizer alone is for text.
-    """
-    encode: Encode | None = None
-    """Function record -> `loaders.Encoded`, by which samples are tokenised; called again where a
-    sample is read. With `model` (or `processor`) images are counted and decoded by its rule.
-    """
-    cache_key: str | None = None
-    """Name of what `encode` does, which `lengths_cache` needs then; change it with the function."""
-    tokenizer: str | None = None
-    """Folder or Hub id; by default the model's."""
-    chat_template: str | None = None
-    """Name of one of the tokenizer's templates, a .jinja file, or a template."""
-    template_date: str | None = None
-    """Day (YYYY-MM-DD) that a template writes which asks for today's, as of `packer build`."""
-    data_root: str | None = None
-    """Folder that relative paths of images and audio files begin at. By default the current one;
-    of a dataset that is named by its place, as of `packer build --data-root`.
-    """
-    keep_columns: tuple[str, ...] = ()
-    """Columns of the records that micro-batches give as `extras`."""
-    choices: Literal["report", "letters"] = "report"
-    """Of `options` or `choices` next to a question: "report": not read; "letters": lettered lines
-    after it, and an answer that is a number becomes a letter.
-    """
-    answers: Literal["first", "drawn", "all"] = "first"
-    """Of a list of answers or captions: the first, or one "drawn" by the seed and the id. "all" is
-    for `packer build`: here a record is one sample.
-    """
-    unknown_marks: Literal["reject", "text"] = "reject"
-    """Marks such as `<image3>` that match no file: reject the sample, or keep them as text."""
-    columns: dict[str, str] | None = None
-    """Names that the packer reads -> those of the records: `{"messages": "my_conv"}`, as of
-    `packer build --columns`. Of records in memory, after `transform`.
-    """
-    transform: Transform | None = None
-    """Function record -> record, called for each record before it is measured or read; it must give
-    the same each time.
-    """
-    measure: Literal["together", "own"] = "together"
-    """"own": each rank packs what it has loaded itself, for IterableDatasets, and where items are
-    samples already, with `input_ids`, and so have a length only once they are loaded.
-    """
-    is_sharded: bool | None = None
-    """With `measure="own"`, whether each rank's dataset has items of its own, as those of libraries
-    that shard by themselves; None: as the ranks' first items tell.
-    """
-    max_tokens: int | None = None
-    """LLM tokens of a micro-batch at most; None: chosen by the first window (`explained`)."""
-    max_vision: int | None = None
-    """Image patches of a micro-batch at most, or ViT tokens at native resolution; None: chosen by
-    the first window with images. A later sample that is larger than a chosen cap is a micro-batch
-    of its own.
-    """
-    packing: bool = True
-    """False, for models without varlen attention: a micro-batch is of samples of similar length,
-    each padded to the longest (`model_inputs`, `MicroBatch.padded`). `max_tokens` counts padding.
-    """
-    window: int = 2048
-    """Samples that are planned together. More make steps more even, and cost time before the first
-    one if a cap is chosen.
-    """
-    max_rejected: float = 0.05
-    """Share of unusable samples above which training stops, with a DataError on all ranks."""
-    lengths_cache: str | Path | None = None
-    """Folder where lengths are kept for later runs on the same dataset, model and tokenizer."""
-    epochs: int | None = None
-    """Epochs that an iterator gives; None: one at a time, as `StreamingLoader` does."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("max_tokens", "max_vision", "window", "epochs"):
-            value = getattr(self, name)
-            least = 0 if name == "max_vision" else 1
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        if self.answers == "all":
-            raise ConfigError(
-                "answers='all' makes several samples of a record, and here each is one; use 'first'"
-                " or 'drawn', or packer build --answers all"
-            )
-        if not 0 <= self.max_rejected <= 1:
-            raise ConfigError(f"max_rejected is {self.max_rejected}; it must be in 0..1")
-
-
-class PackingOptions(LoaderOptions, total=False):
-    """The fields of `PackingConfig` and `LoaderConfig`, as keywords of `BalancedLoader`."""
-
-    processor: Any
-    encode: Encode | None
-    cache_key: str | None
-    tokenizer: str | Path | None
-    chat_template: str | Path | None
-    template_date: str | None
-    data_root: str | Path | None
-    keep_columns: tuple[str, ...]
-    choices: Literal["report", "letters"]
-    answers: Literal["first", "drawn", "all"]
-    unknown_marks: Literal["reject", "text"]
-    columns: dict[str, str] | None
-    transform: Transform | None
-    measure: Literal["together", "own"]
-    is_sharded: bool | None
-    max_tokens: int | None
-    max_vision: int | None
-    packing: bool
-    window: int
-    max_rejected: float
-    lengths_cache: str | Path | None
-    epochs: int | None
 
 
 class BalancedLoader(StepStream):
@@ -197,7 +71,7 @@ class BalancedLoader(StepStream):
         packing = {name: value for name, value in given.items() if name in own}
         loading = {name: value for name, value in given.items() if name not in own}
         try:
-            config, self._packing = _checked(loading, packing)
+            config, self._packing = checked_options(loading, packing)
         except ConfigError as error:
             if len(peers := tell_wrong_options(error, loading)) > 1:
                 RankExchange(peers, 1.0)  # ranks count those that each has made
@@ -439,20 +313,3 @@ _ONE_PROCESS = (
     "a BalancedLoader cannot go to a worker process: it measures and decodes in threads; use "
     "num_workers=0"
 )
-
-
-def _checked(
-    loading: dict[str, Any], packing: dict[str, Any]
-) -> tuple[LoaderConfig, PackingConfig]:
-    """The configs of options. ConfigError for wrong ones, and those that exclude one another."""
-    if wrong := [name for name in _OF_BUILDS if name in loading]:
-        raise ConfigError(f"{wrong[0]} needs a build; leave it out, or use a StreamingLoader")
-    check_names(LoaderConfig, loading, also={field.name for field in fields(PackingConfig)})
-    on_error = "raise" if loading.get("images") == "encoded" else "skip"
-    config = LoaderConfig(**{"on_error": on_error, "balance": BALANCE, **loading})
-    how = PackingConfig(**packing)
-    if config.planner is not None and not how.packing:
-        raise ConfigError("a planner packs steps again; leave it out, or packing=False")
-    if how.epochs is not None and not config.shuffle:
-        raise ConfigError("with shuffle=False each iterator gives one epoch; leave out epochs")
-    return config, how

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -19,13 +19,8 @@ from isobatch.common.errors import ConfigError, first_line
 from isobatch.common.types import IntArray
 from isobatch.loaders.decode.image import to_rgb
 
-if TYPE_CHECKING:
-    from isobatch.loaders.online._packer_door import RecordCounter
-
 FINGERPRINT_RECORDS = 64
 """Records, spread over a dataset, that tell it from others."""
-IDENTITY_RECORDS = 8
-"""Records that are counted when a loader opens, to tell its dataset from others."""
 
 Transform = Callable[[Any], Any]
 """record -> record."""
@@ -126,18 +121,6 @@ class Records:
         except Exception as error:  # of a picture that was opened, and is decoded only now
             why = f"a picture: {type(error).__name__}: {first_line(error)}"
             return BrokenRecord(why, "corrupt_image")
-
-
-def identity_of(records: Records, counter: "RecordCounter") -> str:
-    """Of a dataset and how it is counted; other if records are others, or in another order.
-
-    Told by what some are counted as: pixels may be random.
-    """
-    rows = np.unique(np.linspace(0, len(records) - 1, IDENTITY_RECORDS).astype(np.int64))
-    counted = counter.count(rows, records.take(rows))
-    told = [counted.counts.tolist(), counted.table.column("sample_id").to_pylist()]
-    digest = hashlib.sha256(json.dumps(told).encode("utf-8", "surrogatepass"))
-    return f"{len(records)} {counter.identity} {digest.hexdigest()[:16]}"
 
 
 def is_hugging_face(dataset: object) -> bool:

@@ -6,6 +6,7 @@ have equally many micro-batches, and none is empty. Positions count samples, so 
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,4 @@ class StoredOrder:
 
     def copy(self) -> "StoredOrder":
         """An order in the same state that moves independently."""
-        twin = object.__new__(StoredOrder)
-        twin.__dict__.update(self.__dict__)
-        return twin
+        return copy(self)

@@ -1,6 +1,7 @@
 """`WindowOrder`: position in groups that are planned while training runs."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -249,9 +250,7 @@ class WindowOrder:
 
     def copy(self) -> "WindowOrder":
         """An order in the same state that moves independently."""
-        twin = object.__new__(WindowOrder)
-        twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
-        return twin
+        return copy(self)  # arrays are replaced, never changed
 
     def samples_until(self, later: "WindowOrder") -> int:
         """Samples that were read, and given from where this order began until the epoch's end.

@@ -6,7 +6,8 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.loaders import LoaderConfig
-from isobatch.loaders.ranks import data_dims, find_difference
+from isobatch.loaders.ranks.compare import find_difference
+from isobatch.loaders.ranks.mesh import data_dims
 from isobatch.shards.manifest import read_manifest
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

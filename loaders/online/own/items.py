@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +11,13 @@ import torch
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.schemas import CONTENT_KEYS
 from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.encoded import OF_TEXT, Encoded
 from isobatch.loaders.online.own.streams import StreamRecords
 from isobatch.loaders.online.records import Records
 
-if TYPE_CHECKING:
-    from isobatch.loaders.online.loader import PackingConfig
 
-
-def require_own_options(packing: "PackingConfig", config: LoaderConfig) -> None:
+def require_own_options(packing: PackingConfig, config: LoaderConfig) -> None:
     """ConfigError for options that are not there with `measure="own"`."""
     given = {
         "lengths_cache": packing.lengths_cache is not None,
@@ -33,7 +31,7 @@ def require_own_options(packing: "PackingConfig", config: LoaderConfig) -> None:
         )
 
 
-def of_items(records: Records, packing: "PackingConfig") -> "PackingConfig":
+def of_items(records: Records, packing: PackingConfig) -> PackingConfig:
     """With `encode`, if items are samples already; the first one tells, where a model is given."""
     is_sample = packing.model is None and packing.processor is None
     if packing.encode is None and not is_sample:
@@ -50,7 +48,7 @@ def of_items(records: Records, packing: "PackingConfig") -> "PackingConfig":
     return replace(packing, encode=encoded_item) if is_sample else packing
 
 
-def require_records(records: Records, packing: "PackingConfig") -> None:
+def require_records(records: Records, packing: PackingConfig) -> None:
     """ConfigError for items that are samples already, where they are not loaded as such.
 
     The first one tells. Nothing else says what such an item costs, and no model has to.

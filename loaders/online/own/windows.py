@@ -11,11 +11,11 @@ import numpy as np
 from isobatch.balance.rng import PLANNED, random_permutation
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import Groups, IntArray, Limits
-from isobatch.loaders.online._exchange import Cancelled
 from isobatch.loaders.online.own._rounds import deal, make_rounds
 from isobatch.loaders.online.own.lengths import MORE, OwnLengths
 from isobatch.loaders.plan.window_order import WindowOrder
 from isobatch.loaders.plan.windows import Loads, WindowEpoch, WindowGroups
+from isobatch.loaders.ranks.exchange import Cancelled
 
 
 class OwnEpoch(WindowEpoch):

@@ -15,9 +15,9 @@ from tiny_vlm import TinyVLM, accumulate
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import BalancedLoader
-from isobatch.loaders.online._exchange import Cancelled, RankExchange
 from isobatch.loaders.online._packer_door import RejectedSample
-from isobatch.loaders.ranks import RankMissing
+from isobatch.loaders.ranks.exchange import Cancelled, RankExchange
+from isobatch.loaders.ranks.store import RankMissing
 from isobatch.packer.verify import require_intact, verify_build
 from support.builds.packed import quiet
 from support.builds.raw_data import record, write_dataset, write_image

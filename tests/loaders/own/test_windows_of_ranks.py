@@ -15,7 +15,6 @@ import pyarrow as pa
 import torch
 
 from isobatch.common.types import COUNT_COLUMNS
-from isobatch.loaders.online._exchange import Cancelled
 from isobatch.loaders.online._packer_door import RejectedSample
 from isobatch.loaders.online.lengths import LengthOptions
 from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
@@ -25,6 +24,7 @@ from isobatch.loaders.online.reader import RecordReader
 from isobatch.loaders.online.records import Records
 from isobatch.loaders.plan.steps import StepConfig, Steps
 from isobatch.loaders.plan.windows import WindowSettings
+from isobatch.loaders.ranks.exchange import Cancelled
 from isobatch.models.presets import load_model
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))

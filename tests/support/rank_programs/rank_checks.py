@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from isobatch.common.errors import ConfigError, IsobatchError
-from isobatch.loaders import StepDataset, StorageOptions, StreamingLoader, ranks
+from isobatch.loaders import StepDataset, StorageOptions, StreamingLoader
+from isobatch.loaders.ranks import compare
 from support.loading.step_planners import dispatch, repack
 
 
@@ -99,7 +100,7 @@ def disagree(said, folder):
 
     # nobody waits longer than the limit for a rank that does not come, or is late; one says it soon
     loader = StreamingLoader(build, workers=0, rank_timeout_s=1)
-    ranks.PATIENCE_S = 0.25
+    compare.PATIENCE_S = 0.25
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         if rank == 0:

@@ -1,28 +1,26 @@
-"""Which data-parallel rank this is, and whether all ranks plan the same steps.
+"""Whether all ranks plan the same steps: `RankChecks`.
 
-For the loader. Ranks compare when an iterator begins: in the key-value store through which
-torch.distributed was initialised, not by a collective. That needs no device and no backend, cannot
-get between the trainer's collectives, and shows which ranks have not come. The lowest rank reads
-what all have told; every other looks for one key. Measured on two ranks: 3 ms.
+Ranks compare when an iterator begins, in torch.distributed's store, which also shows which ranks
+have not come. The lowest rank reads what all have told; every other looks for one key. Measured on
+two ranks: 3 ms.
 """
 
 import json
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import DeviceMesh
 
-from isobatch.common.errors import ConfigError, IsobatchError, first_line
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.ranks.store import RankMissing, answering, open_store, place_of, wait_for
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 1.0
-"""Between two looks at the store: doubled each time, so the wait is at most twice what it must."""
+PAUSES_S = 0.002, 1.0
+"""Between two looks at the store: a wait is at most twice what it must be."""
 PATIENCE_S = 30.0
 """Time after which one of the waiting ranks warns of those that have not come."""
 GRACE_S = 3.0
@@ -37,69 +35,6 @@ _PARTS = (
     "give every rank the whole dataset, or, where each has a part of its own, measure='own' and "
     "is_sharded=True"
 )
-_SAME_DATA = {"tp", "cp", "sp", "pp"}
-"""Dimensions of a mesh whose ranks work on the same samples."""
-
-
-class Awaited:
-    """Whether a trainer waits for what a loader does, or is busy between two steps."""
-
-    is_awaited = True
-
-    @contextmanager
-    def being(self, *, awaited: bool) -> Iterator[None]:
-        """For a while."""
-        before, self.is_awaited = self.is_awaited, awaited
-        try:
-            yield
-        finally:
-            self.is_awaited = before
-
-
-class RankMissing(IsobatchError, TimeoutError):
-    """Another rank did not come to the comparison in time."""
-
-
-def mesh_ranks(mesh: DeviceMesh, dp_dims: Sequence[str] | None) -> tuple[int, int]:
-    """(dp_rank, dp_world_size) of this process: its place in the data-parallel dimensions."""
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    place, rank, size = mesh.get_coordinate(), 0, 1
-    if place is None:
-        raise ConfigError(f"device_mesh {mesh} is without rank {dist.get_rank()}; give its own")
-    for name in data_dims(names, dp_dims):
-        dim = names.index(name)
-        rank, size = rank * mesh.size(dim) + place[dim], size * mesh.size(dim)
-    return rank, size
-
-
-def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list[str]:
-    """The data-parallel dimensions of a mesh, in its order. ConfigError if that is not clear.
-
-    "fsdp" and "ep", for example, may hold context parallelism, or not.
-
-    >>> data_dims(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), data_dims(["fsdp"])
-    (['dp_replicate', 'dp_shard'], ['fsdp'])
-    >>> data_dims(["replicate", "tp"], ["replicate"])
-    ['replicate']
-    """
-    known = ", ".join(names)
-    if chosen is not None:
-        chosen = [chosen] if isinstance(chosen, str) else chosen
-        if unknown := [name for name in chosen if name not in names]:
-            raise ConfigError(f"dp_dims has {', '.join(unknown)}; the device_mesh has {known}")
-        return [name for name in names if name in chosen]
-    found = []
-    for name in names:
-        parts = name.split("_")
-        if name in _SAME_DATA:
-            continue
-        if _SAME_DATA & set(parts) or (parts[0] not in {"dp", "ddp"} and len(names) > 1):
-            raise ConfigError(
-                f"device_mesh has the dimensions {known}, and {name} may be data parallel or not; "
-                "name those that are in dp_dims"
-            )
-        found.append(name)
-    return found
 
 
 def find_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
@@ -141,19 +76,15 @@ class RankChecks:
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self._ranks, self._timeout_s = sorted(ranks), timeout_s
-        digest = blake2b(str(self._ranks).encode(), digest_size=8).hexdigest()
-        self._place, self._loader, self._round = f"isobatch/ranks/{digest}", 0, 0
+        self._place, self._loader, self._round = place_of("ranks", ranks), 0, 0
         self._refused = False
 
     def compare(self, fields: Mapping[str, str]) -> None:
         """Wait for all ranks. ConfigError on all if any tells others' fields; see `RankMissing`."""
         if not dist.is_initialized():
             return
-        try:
+        with answering():
             verdict = self._compare(json.dumps(dict(fields)))
-        except RuntimeError as error:
-            reason = f"torch.distributed's store does not answer ({first_line(error)})"
-            raise RankMissing(f"{reason}: the process that holds it has ended") from error
         if verdict:
             raise ConfigError(verdict)
 
@@ -161,12 +92,13 @@ class RankChecks:
         """Let ranks that compare know why this one may not come: its state, or its build."""
         if dist.is_initialized():
             with suppress(RuntimeError):  # without a store they know by themselves
-                store, me = _store(), dist.get_rank()
+                store, me = open_store(), dist.get_rank()
                 store.set(self._next(store) + REFUSED, f"rank {me} {problem}")
                 self._refused = True
 
     def _compare(self, own: str) -> str:
-        store, me, place = _store(), dist.get_rank(), self._next(_store())
+        store, me = open_store(), dist.get_rank()
+        place = self._next(store)
         keys = {rank: f"{place}/{rank}" for rank in self._ranks}
         wait = _Wait(store, place, keys, self._timeout_s)
         self._round += 1
@@ -186,9 +118,9 @@ class RankChecks:
         store.delete_key(keys[me])  # read by now; only the verdicts stay
         verdict = store.get(place).decode()
         if verdict and me == self._ranks[0]:  # whose process may have the store, and ends with it
-            until = time.monotonic() + 2 * LONGEST_PAUSE_S
+            until = time.monotonic() + 2 * PAUSES_S[1]
             while any(store.check([key]) for key in keys.values()) and time.monotonic() < until:
-                time.sleep(LONGEST_PAUSE_S / 100)
+                time.sleep(PAUSES_S[1] / 100)
         return verdict
 
     def _next(self, store: Store) -> str:
@@ -198,35 +130,30 @@ class RankChecks:
         return f"{self._place}/{self._loader}/{self._round + 1}"
 
 
-def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()
-
-
 class _Wait:
     """A rank's wait for others in one comparison; `keys` has each rank's."""
 
     def __init__(self, store: Store, place: str, keys: Mapping[int, str], timeout_s: float) -> None:
         self._store, self._place, self._keys, self._timeout_s = store, place, keys, timeout_s
-        self._began = time.monotonic()
+        self._began, self._refused_at = time.monotonic(), 0.0
         self._warned = False
 
     def until(self, keys: list[str]) -> bool:
         """Whether all keys come in time. ConfigError if a rank's refusal stays."""
-        # not `Store.wait`, which an interrupt cannot end
-        store, pause, refused_at = self._store, FIRST_PAUSE_S, 0.0
-        while not store.check(keys):
-            now = time.monotonic()
-            left = self._began + self._timeout_s - now
-            if now - self._began > PATIENCE_S:
-                self._warn()  # also where this process slept through the rest of its time
-            if left <= 0:
-                return False
-            refused_at = refused_at or now if store.check([self._place + REFUSED]) else 0.0
-            if refused_at and now - refused_at > GRACE_S:
-                raise ConfigError(store.get(self._place + REFUSED).decode())
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-        return True
+        return wait_for(self._store, keys, PAUSES_S, self._left_s)
+
+    def _left_s(self) -> float:
+        """Time that is left. ConfigError if a rank has refused its state, and does not come."""
+        now = time.monotonic()
+        if now - self._began > PATIENCE_S:
+            self._warn()  # also where this process slept through the rest of its time
+        if self._store.check([self._place + REFUSED]):
+            self._refused_at = self._refused_at or now
+            if now - self._refused_at > GRACE_S:
+                raise ConfigError(self._store.get(self._place + REFUSED).decode())
+        else:
+            self._refused_at = 0.0
+        return self._began + self._timeout_s - now
 
     def missing(self) -> str:
         """The ranks that have not come; the lowest if all have, since it has the verdict."""

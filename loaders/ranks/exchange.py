@@ -1,7 +1,6 @@
 """What each rank has measured, told to all through torch.distributed's store.
 
-Not by a collective: that needs a device or a group of its own, must come in the same order on all
-ranks, and would wait in a thread that nothing can end. Keys name what is exchanged, so ranks that
+Keys name what is exchanged, so ranks that
 begin again at some position find each other, and a thread that was given up disturbs nobody. The
 lowest rank joins the parts; the others read one value.
 """
@@ -10,16 +9,21 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from isobatch.common.errors import first_line
-from isobatch.loaders.ranks import Awaited, RankMissing
+from isobatch.loaders.ranks.store import (
+    Awaited,
+    RankMissing,
+    answering,
+    open_store,
+    place_of,
+    wait_for,
+)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+PAUSES_S = 0.001, 0.05
 """Between two looks at the store: doubled each time."""
 
 
@@ -38,9 +42,7 @@ class RankExchange(Awaited):
         """`ranks` of torch.distributed, one of them this process. All make one, in one order."""
         self._ranks, self._timeout_s = sorted(ranks), timeout_s
         self._me = dist.get_rank()
-        self._store: Store = dist.distributed_c10d._get_default_store()
-        digest = blake2b(str(self._ranks).encode(), digest_size=8).hexdigest()
-        place = f"isobatch/exchange/{digest}"
+        self._store, place = open_store(), place_of("exchange", ranks)
         self._place = f"{place}/{self._store.add(f'{place}/loaders/{self._me}', 1)}"
         self._last = ""
 
@@ -59,11 +61,8 @@ class RankExchange(Awaited):
 
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
-        try:
+        with answering():
             return self._all_gather(f"{self._place}/{key}", own, is_cancelled)
-        except RuntimeError as error:
-            reason = f"torch.distributed's store does not answer ({first_line(error)})"
-            raise RankMissing(f"{reason}: the process that holds it has ended") from error
 
     def _all_gather(self, place: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
         store, keys = self._store, {rank: f"{place}/{rank}" for rank in self._ranks}
@@ -86,18 +85,21 @@ class RankExchange(Awaited):
     def _wait(
         self, wanted: list[str], keys: dict[int, str], is_cancelled: Callable[[], bool]
     ) -> None:
-        end, pause = time.monotonic() + self._timeout_s, FIRST_PAUSE_S
-        while not self._store.check(wanted):
+        end = time.monotonic() + self._timeout_s
+
+        def left_s() -> float:
+            nonlocal end
             if is_cancelled():
                 raise Cancelled
             if not self.is_awaited:
                 end = time.monotonic() + self._timeout_s
-            elif time.monotonic() > end:
-                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                raise RankMissing(
-                    f"rank {self._me} has waited {self._timeout_s:g} s for what the ranks "
-                    f"{missing or self._ranks[:1]} measure; iterate on all ranks, or give a longer "
-                    "rank_timeout_s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+                return inf
+            return end - time.monotonic()
+
+        if not wait_for(self._store, wanted, PAUSES_S, left_s):
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            raise RankMissing(
+                f"rank {self._me} has waited {self._timeout_s:g} s for what the ranks "
+                f"{missing or self._ranks[:1]} measure; iterate on all ranks, or give a longer "
+                "rank_timeout_s"
+            )

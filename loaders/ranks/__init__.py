@@ -1,0 +1,1 @@
+"""Data-parallel ranks: which one this is, and what they tell one another."""

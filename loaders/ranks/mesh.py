@@ -1,0 +1,53 @@
+"""Which data-parallel rank this is, by a device mesh."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from isobatch.common.errors import ConfigError
+
+_SAME_DATA = {"tp", "cp", "sp", "pp"}
+"""Dimensions of a mesh whose ranks work on the same samples."""
+
+
+def mesh_ranks(mesh: DeviceMesh, dp_dims: Sequence[str] | None) -> tuple[int, int]:
+    """(dp_rank, dp_world_size) of this process: its place in the data-parallel dimensions."""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    place, rank, size = mesh.get_coordinate(), 0, 1
+    if place is None:
+        raise ConfigError(f"device_mesh {mesh} is without rank {dist.get_rank()}; give its own")
+    for name in data_dims(names, dp_dims):
+        dim = names.index(name)
+        rank, size = rank * mesh.size(dim) + place[dim], size * mesh.size(dim)
+    return rank, size
+
+
+def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list[str]:
+    """The data-parallel dimensions of a mesh, in its order. ConfigError if that is not clear.
+
+    "fsdp" and "ep", for example, may hold context parallelism, or not.
+
+    >>> data_dims(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), data_dims(["fsdp"])
+    (['dp_replicate', 'dp_shard'], ['fsdp'])
+    >>> data_dims(["replicate", "tp"], ["replicate"])
+    ['replicate']
+    """
+    known = ", ".join(names)
+    if chosen is not None:
+        chosen = [chosen] if isinstance(chosen, str) else chosen
+        if unknown := [name for name in chosen if name not in names]:
+            raise ConfigError(f"dp_dims has {', '.join(unknown)}; the device_mesh has {known}")
+        return [name for name in names if name in chosen]
+    found = []
+    for name in names:
+        parts = name.split("_")
+        if name in _SAME_DATA:
+            continue
+        if _SAME_DATA & set(parts) or (parts[0] not in {"dp", "ddp"} and len(names) > 1):
+            raise ConfigError(
+                f"device_mesh has the dimensions {known}, and {name} may be data parallel or not; "
+                "name those that are in dp_dims"
+            )
+        found.append(name)
+    return found
