@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 from isobatch.common.errors import DataError, first_line
 from isobatch.common.types import IntArray
 from isobatch.media.frame_archive import pack_frames
-from isobatch.shards.arrow.record_batch import ArrowLayout, RecordBatchMessage
 from isobatch.shards.stored_group import (
     EXTRAS,
     NO_EXTRAS,
-    NO_NUMBERS,
-    NO_RATES,
     ByteRange,
     Contents,
     ExtraType,
@@ -191,15 +188,56 @@ def schema_problem(head: bytes | pa.Buffer) -> str:
     return ""
 
 
+class GroupColumns:
+    """Columns of a group's record batch, as views into its bytes. DECODE_ERRORS if damaged."""
+
+    def __init__(self, content: GroupBytes, schema: pa.Schema) -> None:
+        self._batch = pa.ipc.read_record_batch(content, schema)
+        # damaged offsets would otherwise be followed outside of the buffers
+        self._batch.validate(full=True)
+        self.borders: dict[str, tuple[int, ...]] = {}
+        """List column -> borders of its rows among its values."""
+        for name, column in zip(schema.names, self._batch.columns, strict=True):
+            if column.null_count and name != EXTRAS:
+                raise ValueError("a value is missing")
+            if pa.types.is_list(column.type):
+                self.borders[name] = tuple(column.offsets.to_numpy().tolist())
+
+    def column(self, name: str) -> pa.Array:
+        """A column, with an entry per sample."""
+        return self._batch.column(name)
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """The values of a list column of numbers."""
+        first, *_, last = self.borders[name]
+        values: NDArray[Any] = self.column(name).values.to_numpy()[first:last]
+        return values
+
+    def files(self, name: str) -> list[memoryview]:
+        """The values of a column of lists of bytes or texts."""
+        first, *_, last = self.borders[name]
+        values = self.column(name).values
+        _, offsets, data = values.buffers()
+        if first == last or data is None:
+            return [memoryview(b"")] * (last - first)
+        places = np.frombuffer(offsets, np.int32, last + 1 - first, 4 * first).tolist()
+        content = memoryview(data)
+        return [content[begin:end] for begin, end in pairwise(places)]
+
+
 def decode_arrow(
-    content: GroupBytes, layout: ArrowLayout, where: str, media: MediaReader | None
+    content: GroupBytes,
+    schema: pa.Schema,
+    where: str,
+    media: MediaReader | None,
+    extras: ExtraTypes = NO_EXTRAS,
 ) -> StoredGroup:
     """The samples of a record batch (an encapsulated IPC message); `media` reads the files of refs.
 
     Images, audio and tokens are views into `content`. DECODE_ERRORS if it is damaged.
     """
-    batch = RecordBatchMessage(content, layout)
-    borders, sample_ids = batch.borders, tuple(batch.texts("sample_id"))
+    batch = GroupColumns(content, schema)
+    borders, sample_ids = batch.borders, tuple(batch.column("sample_id").to_pylist())
     tokens = borders["input_ids"]
     if borders["labels"] != tokens:
         raise ValueError("tokens and labels do not belong together")
@@ -222,18 +260,15 @@ def decode_arrow(
         image_sizes=image_sizes,
         image_samples=image_samples,
         image_names=names,
-        extras=_extras(content, layout) if layout.extras else NO_EXTRAS,
+        extras=_extras(batch.column(EXTRAS), extras) if extras else NO_EXTRAS,
         **audio,
         **dict(zip(_VIDEO_NUMBERS, video, strict=False)),
     )
 
 
-def _extras(content: GroupBytes, layout: ArrowLayout) -> dict[str, list[Any]]:
-    column = pa.ipc.read_record_batch(content, layout.schema).column(EXTRAS)
-    # damaged offsets would otherwise be followed outside of the buffer
-    column.validate(full=True)
+def _extras(column: pa.StructArray, types: ExtraTypes) -> dict[str, list[Any]]:
     extras = {}
-    for place, (name, kind) in enumerate(layout.extras.items()):
+    for place, (name, kind) in enumerate(types.items()):
         values = column.field(place).to_pylist()
         if kind == "json":
             values = [None if each is None else json.loads(each) for each in values]
@@ -250,7 +285,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 
 
 def _files(
-    batch: RecordBatchMessage,
+    batch: GroupColumns,
     kind: str,
     media: MediaReader | None,
     sample_ids: tuple[str, ...],
@@ -262,8 +297,7 @@ def _files(
     for number in filter(batch.borders.__contains__, _NUMBERS[kind]):
         if batch.borders[number] != borders:
             raise ValueError(f"{kind} files and their numbers do not belong together")
-        none = NO_RATES if number == "image_rates" else NO_NUMBERS
-        numbers.append(batch.numbers(number, none))
+        numbers.append(batch.numbers(number))
     owners = _owners(borders)
     if not len(owners):
         return (), (), owners, numbers

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from isobatch.common.config import check_types
@@ -23,7 +24,6 @@ from isobatch.loaders.read.cache import Cache
 from isobatch.loaders.read.local import LocalMedia, LocalShards
 from isobatch.loaders.read.remote import RemoteMedia, RemoteShards
 from isobatch.loaders.read.write_behind import WriteBehind
-from isobatch.shards.arrow.record_batch import ArrowLayout
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
 from isobatch.shards.checksums import wrong_bytes
 from isobatch.shards.index import INDEX_NAME
@@ -85,7 +85,7 @@ class Build:
         self._media = media
         self._remote = [s for s in (shards, media) if isinstance(s, RemoteShards | RemoteMedia)]
         self._is_mapped = manifest.format == "arrow" and not shards.is_remote
-        self._layout: ArrowLayout | None = None
+        self._schema: pa.Schema | None = None
         # one bit per group: whether its checksum was compared
         self._checked: bytearray | None = None
         if verify == "first":
@@ -162,13 +162,13 @@ class Build:
     def _decode(self, content: GroupBytes, where: str) -> StoredGroup:
         if self.manifest.format == "webdataset":
             return decode_tar(content, where)
-        if self._layout is None:
+        if self._schema is None:
             # shards of version 2 that are older than audio have no columns for it
             is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
-            extras = self.manifest.extras
-            known = shard_schema(refs=is_refs, videos=self.manifest.has_videos, extras=extras)
-            self._layout = ArrowLayout(known if has_all else self.shards.schema(), extras)
-        return decode_arrow(content, self._layout, where, self._media)
+            videos, extras = self.manifest.has_videos, self.manifest.extras
+            known = shard_schema(refs=is_refs, videos=videos, extras=extras)
+            self._schema = known if has_all else self.shards.schema()
+        return decode_arrow(content, self._schema, where, self._media, self.manifest.extras)
 
     def _check_counts(self, stored: StoredGroup, group: int) -> None:
         """DamagedShard unless the group has as many samples and tokens as the index says."""

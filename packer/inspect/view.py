@@ -26,7 +26,6 @@ from isobatch.packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from isobatch.packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
 from isobatch.packer.sources.dataset import DEMO
 from isobatch.packer.table_queries import find_rows, read_rows
-from isobatch.shards.arrow.record_batch import ArrowLayout
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
 from isobatch.shards.folders import on_disk, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, open_index
@@ -259,8 +258,8 @@ def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> St
         if manifest.format == "webdataset":
             return decode_tar(pa.py_buffer(content), where)
         schema = shard_schema(refs=is_refs, videos=manifest.has_videos, extras=manifest.extras)
-        layout, media = ArrowLayout(schema, manifest.extras), _UnreadMedia() if is_refs else None
-        return decode_arrow(pa.py_buffer(content), layout, where, media)
+        media = _UnreadMedia() if is_refs else None
+        return decode_arrow(pa.py_buffer(content), schema, where, media, manifest.extras)
     except DECODE_ERRORS as error:
         problem = getattr(error, "strerror", None) or first_line(error)
         raise DamagedShard(f"{where}: not readable ({problem}); run `packer verify`") from None

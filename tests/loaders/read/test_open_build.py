@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from isobatch.common.errors import ConfigError, DamagedShard
 from isobatch.loaders.read.build import StorageOptions, default_cache_dir, open_build
 from isobatch.loaders.read.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
-from isobatch.shards.arrow.record_batch import ArrowLayout
 from isobatch.shards.arrow_shards import decode_arrow
 from isobatch.shards.checksums import wrong_bytes
 from isobatch.shards.tar_shards import decode_tar
@@ -191,7 +190,7 @@ def test_audio_comes_with_its_lengths_and_samples(format):
         raw = decode_tar(tar_group(), "here")
     else:
         content, schema = arrow_group(refs)
-        raw = decode_arrow(content, ArrowLayout(schema), "here", NamedMedia() if refs else None)
+        raw = decode_arrow(content, schema, "here", NamedMedia() if refs else None)
     expected = (
         [b"here a a.wav", b"here c c.wav", b"here c c.flac"] if refs else [b"wav a", b"", b"flac c"]
     )

@@ -1,1 +1,0 @@
-"""Messages of Arrow IPC, read without pyarrow."""
