@@ -16,6 +16,7 @@ import pyarrow as pa
 from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import Groups, IntArray, Limits
+from isobatch.counting.pack_block import PackOptions
 from isobatch.counting.records.fields import NeverRead, add_columns, add_described
 from isobatch.counting.records.user_map import ALL_COLUMNS, load_map
 from isobatch.counting.sample_counter import CountSettings
@@ -54,8 +55,14 @@ from isobatch.packer.report.build_summary import (
 from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import DEMO, Dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
-from isobatch.packer.write.pack_samples import ShardTask, WriteConfig
-from isobatch.packer.write.write_shards import index_part, plan_shards, sample_bytes, write_shard
+from isobatch.packer.write.write_shards import (
+    ShardTask,
+    WriteConfig,
+    index_part,
+    plan_shards,
+    sample_bytes,
+    write_shard,
+)
 from isobatch.shards.folders import is_uri, naming_full_disk, on_disk
 from isobatch.shards.index import merge_index, read_lost
 from isobatch.shards.manifest import is_complete, write_manifest
@@ -351,14 +358,16 @@ class Builder:
         config = WriteConfig(
             out=str(self.out),
             uri=self.publisher.uri if self.publisher else None,
-            format=self.config.format,
             data_roots=tuple(part.data_root for part in dataset.parts),
-            follow_links=self.config.follow_links,
-            image_token_id=self.tokenizer.image_token_id,
-            audio_token_id=self.tokenizer.audio_token_id,
-            video_token_id=self.tokenizer.video_token_id,
             has_videos=has_videos(self.staging.samples),
-            extras=counts.extras,
+            packing=PackOptions(
+                format=self.config.format,
+                follow_links=self.config.follow_links,
+                image_token_id=self.tokenizer.image_token_id,
+                audio_token_id=self.tokenizer.audio_token_id,
+                video_token_id=self.tokenizer.video_token_id,
+                extras=counts.extras,
+            ),
         )
         positions = counts.table.column("position").to_numpy()
         sample_ids = counts.table.column("sample_id")

@@ -21,6 +21,7 @@ from isobatch.common.consoles import messages
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
 from isobatch.common.visible_text import visible
+from isobatch.counting.pack_block import CountedBlock, PackOptions, pack_block
 from isobatch.counting.records.fields import (
     NeverRead,
     add_columns,
@@ -45,7 +46,6 @@ from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import named_columns
 from isobatch.packer.sources.dataset import Dataset
-from isobatch.packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
 from isobatch.shards.stored_group import EMPTY_GROUP, PackedBlock, PackedFiles, StoredGroup
 
 __all__ = [
@@ -252,10 +252,8 @@ class RecordCounter:
             drawn = {"seed": reading.seed} if reading.answers == "drawn" else {}
             self.identity += f" {options | drawn}"
         """Changes whenever the same record could be counted otherwise."""
-        self._write = WriteConfig(
-            out="",
+        self._packing = PackOptions(
             format="arrow",
-            data_roots=tuple(root for _, root in self._sources),
             follow_links=False,
             image_token_id=self.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
@@ -350,25 +348,19 @@ class RecordCounter:
         rows = np.array([row_of[index] for index in order.tolist() if index in row_of])
         staged, indices = pa.concat_batches(batches).take(pa.array(rows)), found[rows]
         ids = staged.column("sample_id").to_pylist()
-        ordered = np.arange(len(ids))
-        task = ShardTask(
-            config=self._write,
-            shard=0,
-            first_group=0,
-            offsets=np.array([0, len(ids)]),
-            rows=ordered,
-            positions=indices,
+        group = CountedBlock(
+            samples=staged,
             sample_ids=ids,
-            parts=self._parts(indices),
-            num_bytes=ordered,
+            data_roots=[self._sources[part][1] for part in self._parts(indices).tolist()],
+            group_offsets=np.array([0, len(ids)]),
         )
         blobs = _BlobsInMemory({k: v for counted, _ in parts for k, v in counted.blobs.items()})
-        block, lost = pack_groups(task, 0, 1, staged, blobs)
+        block, lost = pack_block(group, self._packing, blobs)
         sources = staged.column("source").to_pylist()
         root = "/" if self._places is None else ""  # that names of records in memory lack
         changed = [
-            RejectedSample(int(indices[row]), ids[row], sources[row], reason, root + detail)
-            for row, reason, detail in lost
+            RejectedSample(int(indices[row]), ids[row], sources[row], why.reason, root + why.detail)
+            for row, why in lost.items()
         ]
         return _stored_group(block), changed
 

@@ -5,6 +5,7 @@ processes writes the same bytes. A sample that cannot be packed is rejected; its
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from isobatch.common.types import Groups, IntArray
+from isobatch.counting.pack_block import CountedBlock, PackOptions, pack_block
 from isobatch.packer.count.staging import StagedSamples, Staging
-from isobatch.packer.write.pack_samples import ShardTask, WriteConfig, pack_groups
 from isobatch.shards.arrow_shards import ArrowShardWriter
 from isobatch.shards.folders import open_folder, open_object_folder
 from isobatch.shards.index import IndexPart, read_shard_file
@@ -30,6 +31,53 @@ SAMPLE_BYTES = 256
 """Ids, offsets and padding of a sample, roughly."""
 SLAB_BYTES = 8 << 20
 """Of samples that are held in memory at a time, about: little enough for the processor's caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteConfig:
+    """What is the same for all shards of a build; plain values, for other processes."""
+
+    out: str
+    """Folder of the build, or where one into an object store is prepared."""
+    uri: str | None = None
+    """Where the shards go once they are written, if not into the folder."""
+    data_roots: tuple[str, ...]
+    """Of each part of the dataset."""
+    has_videos: bool = False
+    """Whether any sample of the build has one."""
+    packing: PackOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTask:
+    """One shard to write: its samples in sort order, and where its groups end among them."""
+
+    config: WriteConfig
+    shard: int
+    first_group: int
+    offsets: IntArray
+    """Borders of the groups, shape (num_groups + 1,)."""
+    rows: IntArray
+    """Row of each sample in the counts table."""
+    positions: IntArray
+    """Position of each sample among the staged ones."""
+    sample_ids: list[str]
+    parts: IntArray
+    """Part of the dataset that each sample comes from."""
+    num_bytes: IntArray
+    """Bytes that each sample takes in memory and, except for refs, in the shard."""
+
+    def block(self, first: int, last: int, staged: pa.RecordBatch) -> CountedBlock:
+        """Groups [first, last); `staged` has all samples of the shard."""
+        borders = self.offsets[first : last + 1]
+        start, end = int(borders[0]), int(borders[-1])
+        return CountedBlock(
+            samples=staged.slice(start, end - start),
+            sample_ids=self.sample_ids[start:end],
+            data_roots=[self.config.data_roots[part] for part in self.parts[start:end].tolist()],
+            group_offsets=borders - start,
+            first_group=self.first_group + first,
+        )
 
 
 def shard_name(shard: int, shard_format: ShardFormat) -> str:
@@ -64,7 +112,7 @@ def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> lis
 def write_shard(task: ShardTask) -> int:
     """Write a shard and then its index rows, unless these exist; -> its number."""
     config, out = task.config, Path(task.config.out)
-    part, name = index_part(out, task.shard), shard_name(task.shard, config.format)
+    part, name = index_part(out, task.shard), shard_name(task.shard, config.packing.format)
     if part.exists() and _is_there(config, read_shard_file(part)):
         return task.shard
     staging = Staging(out / "staging")
@@ -74,9 +122,12 @@ def write_shard(task: ShardTask) -> int:
     writer = _open_writer(config, temporary)
     blobs = open_folder(str(staging.blobs))
     for first, last in _slabs(task.offsets, task.num_bytes):
-        block, lost = pack_groups(task, first, last, staged, blobs)
+        block, lost = pack_block(task.block(first, last, staged), config.packing, blobs)
         index.add(block, writer.add(block))
-        index.lost += lost
+        rows = task.rows[task.offsets[first] :]
+        index.lost += [
+            (int(rows[place]), problem.reason, problem.detail) for place, problem in lost.items()
+        ]
     writer.close()
     index.finish(name, temporary)
     if config.uri is None:
@@ -112,7 +163,8 @@ def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
 
 
 def _open_writer(config: WriteConfig, path: Path) -> ShardWriter:
-    if config.format == "webdataset":
+    packing = config.packing
+    if packing.format == "webdataset":
         return TarShardWriter(path)
-    is_refs = config.format == "refs"
-    return ArrowShardWriter(path, refs=is_refs, videos=config.has_videos, extras=config.extras)
+    is_refs = packing.format == "refs"
+    return ArrowShardWriter(path, refs=is_refs, videos=config.has_videos, extras=packing.extras)

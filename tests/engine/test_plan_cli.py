@@ -286,7 +286,7 @@ def test_help_teaches(call):
     assert "Try it: python -m engine plan" in shown
     _, shown, _ = call("plan", "--help")
     assert "Folder of a build" in shown
-    assert "internlm2_20b" in shown
+    assert "packer models" in shown
 
 
 def test_the_memory_of_llava_is_that_of_the_docs_which_is_by_hand(call):

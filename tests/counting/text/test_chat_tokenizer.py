@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
+from isobatch.counting.pack_block import expand
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
 from isobatch.models.presets import MediaMarkup
 from isobatch.packer.demo.dataset import demo_tokenizer_path
-from isobatch.packer.write.pack_samples import expand
 from support.cases import for_each
 from support.corpora import BYTE_FALLBACK, BYTE_LEVEL, CORPORA, TOKENIZERS
 

@@ -21,6 +21,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
+from isobatch.counting.pack_block import expand
 from isobatch.counting.text.chat_tokenizer import (
     DOCUMENT,
     ChatTokenizer,
@@ -30,7 +31,6 @@ from isobatch.counting.text.chat_tokenizer import (
 )
 from isobatch.models.image_tokens import plan_image
 from isobatch.models.presets import MediaMarkup, load_model
-from isobatch.packer.write.pack_samples import expand
 from support.cases import for_each
 from support.corpora import BYTE_LEVEL, TOKENIZERS
 from support.oracles.family_processors import (

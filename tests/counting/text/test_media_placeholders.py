@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from isobatch.common.types import LABEL_IGNORE
+from isobatch.counting.pack_block import expand
 from isobatch.counting.text.chat_tokenizer import (
     DOCUMENT,
     ChatTokenizer,
@@ -25,7 +26,6 @@ from isobatch.counting.text.chat_tokenizer import (
 )
 from isobatch.models.presets import MediaMarkup
 from isobatch.packer.demo.dataset import demo_tokenizer_path
-from isobatch.packer.write.pack_samples import expand
 from support.corpora import BYTE_FALLBACK, BYTE_LEVEL, TOKENIZERS
 
 INTERNVL = MediaMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")

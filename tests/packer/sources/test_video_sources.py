@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting import pack_block
 from isobatch.loaders import StreamingLoader
 from isobatch.loaders.read.build import open_build
 from isobatch.media.frame_archive import pack_frames
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.verify import verify_build
-from isobatch.packer.write import pack_samples
 from isobatch.shards import arrow_shards
 from support.builds.packed import build, quiet, read_samples
 from support.odd_videos import encoded, picture
@@ -211,7 +211,7 @@ def test_every_format_holds_the_files_and_the_loader_decodes_them(tmp_path, plai
 
 
 def test_more_bytes_than_a_group_holds_are_one_line(tmp_path, plain, monkeypatch):
-    monkeypatch.setattr(pack_samples, "MOST_FILE_BYTES", len(FILM) + 10)
+    monkeypatch.setattr(pack_block, "MOST_FILE_BYTES", len(FILM) + 10)
     summary = build(plain[0], tmp_path / "one", **OPTIONS | {"max_rejected": 1.0})
     assert summary.rejected["too_many_bytes"].number == 1
     assert "--format webdataset" in summary.rejected["too_many_bytes"].first

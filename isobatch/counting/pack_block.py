@@ -1,4 +1,4 @@
-"""Staged samples -> a block as shards hold it: tokens expanded, files read.
+"""Counted samples -> a block as shards hold it: tokens expanded, files read.
 
 A sample whose files changed since they were counted, or whose PNGs fail their own checksums, is
 left out by name. A block is packed whole: one by one, the arrays' overhead would exceed the disk's.
@@ -22,7 +22,6 @@ from isobatch.counting.records.extras import typed
 from isobatch.counting.records.media import Blobs, Media, SampleProblem, read_into
 from isobatch.shards.arrow_shards import MOST_FILE_BYTES
 from isobatch.shards.folders import is_uri, open_folder, readers
-from isobatch.shards.index import LostSample
 from isobatch.shards.manifest import ShardFormat
 from isobatch.shards.stored_group import (
     EXTRAS,
@@ -37,21 +36,14 @@ PNG_MAGIC = b"\x89PNG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteConfig:
-    """What is the same for all shards of a build; plain values, for other processes."""
+class PackOptions:
+    """What is the same for all blocks; plain values, for other processes."""
 
-    out: str
-    """Folder of the build, or where one into an object store is prepared."""
-    uri: str | None = None
-    """Where the shards go once they are written, if not into the folder."""
     format: ShardFormat
-    data_roots: tuple[str, ...]
     follow_links: bool
     image_token_id: int
     audio_token_id: int | None
     video_token_id: int | None = None
-    has_videos: bool = False
-    """Whether any sample of the build has one."""
     extras: ExtraTypes = field(default_factory=dict)
 
     @property
@@ -63,89 +55,79 @@ class WriteConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTask:
-    """One shard to write: its samples in sort order, and where its groups end among them."""
+class CountedBlock:
+    """Counted samples of whole groups, group after group."""
 
-    config: WriteConfig
-    shard: int
-    first_group: int
-    offsets: IntArray
-    """Borders of the groups, shape (num_groups + 1,)."""
-    rows: IntArray
-    """Row of each sample in the counts table."""
-    positions: IntArray
-    """Position of each sample among the staged ones."""
+    samples: pa.RecordBatch
+    """As `SampleCounter` gives them."""
     sample_ids: list[str]
-    parts: IntArray
-    """Part of the dataset that each sample comes from."""
-    num_bytes: IntArray
-    """Bytes that each sample takes in memory and, except for refs, in the shard."""
+    data_roots: list[str]
+    """Folder or URI that each sample's files are in."""
+    group_offsets: IntArray
+    """Borders of the groups, shape (num_groups + 1,)."""
+    first_group: int = 0
 
 
-def pack_groups(
-    task: ShardTask, first: int, last: int, staged: pa.RecordBatch, blobs: Blobs
-) -> tuple[PackedBlock, list[LostSample]]:
-    """Groups [first, last) of a shard, and the samples left out; `staged` has all its samples.
+def pack_block(
+    counted: CountedBlock, options: PackOptions, blobs: Blobs
+) -> tuple[PackedBlock, dict[int, SampleProblem]]:
+    """The block, and why samples are left out of it, by their places in `counted`.
 
     `blobs` holds the content of files that came with the records.
     """
-    offsets = task.offsets[first : last + 1]
-    places = np.arange(offsets[0], offsets[-1])
-    staged = staged.slice(offsets[0], len(places))
-    lost: list[LostSample] = []
+    places, samples = np.arange(len(counted.sample_ids)), counted.samples
+    lost: dict[int, SampleProblem] = {}
     while True:
-        images, audios = _unread_files(staged, "images"), _unread_files(staged, "audios")
-        problems = _read_samples(task, places, staged, (images, audios), blobs)
+        images, audios = _unread_files(samples, "images"), _unread_files(samples, "audios")
+        roots = [counted.data_roots[place] for place in places.tolist()]
+        problems = _read_samples(options, roots, samples, (images, audios), blobs)
         kept = np.array([problem is None for problem in problems], np.bool_)
         if kept.all():
             break
-        lost += [
-            (row, problem.reason, problem.detail)
-            for row, problem in zip(task.rows[places].tolist(), problems, strict=True)
-            if problem is not None
-        ]
+        both = zip(places.tolist(), problems, strict=True)
+        lost |= {place: problem for place, problem in both if problem is not None}
         # a rare case, so the others are simply read again
-        places, staged = places[kept], staged.filter(pa.array(kept))
-    borders = np.searchsorted(places, offsets)
-    groups = task.first_group + first + np.flatnonzero(np.diff(borders))
-    counts = {name: staged.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
+        places, samples = places[kept], samples.filter(pa.array(kept))
+    borders = np.searchsorted(places, counted.group_offsets)
+    groups = counted.first_group + np.flatnonzero(np.diff(borders))
+    counts = {name: samples.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
     seq_len = sum(counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
-    input_ids, labels = _expand_tokens(task.config, staged)
+    input_ids, labels = _expand_tokens(options, samples)
     block = PackedBlock(
         groups=groups.tolist(),
         group_offsets=np.unique(borders),
-        sample_ids=[task.sample_ids[place] for place in places.tolist()],
+        sample_ids=[counted.sample_ids[place] for place in places.tolist()],
         counts=counts,
         token_offsets=np.concatenate([[0], np.cumsum(seq_len)]),
         input_ids=input_ids,
         labels=labels,
         images=images,
         audios=audios,
-        extras=_typed_extras(task.config.extras, staged),
+        extras=_typed_extras(options.extras, samples),
     )
     return block, lost
 
 
-def _typed_extras(types: ExtraTypes, staged: pa.RecordBatch) -> dict[str, list[Any]]:
+def _typed_extras(types: ExtraTypes, samples: pa.RecordBatch) -> dict[str, list[Any]]:
     if not types:
         return {}
-    rows = [json.loads(text) for text in staged.column(EXTRAS).to_pylist()]
+    rows = [json.loads(text) for text in samples.column(EXTRAS).to_pylist()]
     return {name: [typed(row[name], kind) for row in rows] for name, kind in types.items()}
 
 
-def _expand_tokens(config: WriteConfig, staged: pa.RecordBatch) -> tuple[Int32Array, Int32Array]:
+def _expand_tokens(options: PackOptions, samples: pa.RecordBatch) -> tuple[Int32Array, Int32Array]:
     """`input_ids` and `labels` of all samples, one after the other."""
-    ids, spans = staged.column("input_ids"), staged.column("loss_spans")
+    ids, spans = samples.column("input_ids"), samples.column("loss_spans")
     starts = np.repeat(_borders(ids)[:-1], np.diff(_borders(spans)) // 2)
-    runs = staged.column("image_runs")  # of all samples with images, or of none
+    runs = samples.column("image_runs")  # of all samples with images, or of none
     has_runs = runs.null_count < len(runs)
     return expand(
         ids.flatten().to_numpy(),
         spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
-        config.visual_token_ids,
-        runs.flatten().to_numpy() if has_runs else _numbers(staged, "images", "tokens"),
-        config.audio_token_id,
-        _numbers(staged, "audios", "tokens"),
+        options.visual_token_ids,
+        runs.flatten().to_numpy() if has_runs else _numbers(samples, "images", "tokens"),
+        options.audio_token_id,
+        _numbers(samples, "audios", "tokens"),
     )
 
 
@@ -209,16 +191,16 @@ _KEPT_NUMBERS = {"images": ("width", "height", "num_frames"), "audios": ("length
 """Numbers of each file that the shards hold."""
 
 
-def _unread_files(staged: pa.RecordBatch, column: str) -> PackedFiles:
+def _unread_files(samples: pa.RecordBatch, column: str) -> PackedFiles:
     """The files of a column, with memory for their content, from which they are also written."""
-    offsets = np.concatenate([[0], np.cumsum(_numbers(staged, column, "size"))])
+    offsets = np.concatenate([[0], np.cumsum(_numbers(samples, column, "size"))])
     numbers: dict[str, IntArray | FloatArray]
-    numbers = {name: _numbers(staged, column, name) for name in _KEPT_NUMBERS[column]}
+    numbers = {name: _numbers(samples, column, name) for name in _KEPT_NUMBERS[column]}
     if column == "images":
-        numbers["rate"] = staged.column(column).flatten().field("rate").to_numpy()
+        numbers["rate"] = samples.column(column).flatten().field("rate").to_numpy()
     return PackedFiles(
-        offsets=_borders(staged.column(column)),
-        paths=_paths(staged.column(column).flatten()),
+        offsets=_borders(samples.column(column)),
+        paths=_paths(samples.column(column).flatten()),
         content=np.empty(int(offsets[-1]), np.uint8),
         content_offsets=offsets,
         numbers=numbers,
@@ -247,47 +229,46 @@ _File = tuple[Media, memoryview]
 
 
 def _read_samples(
-    task: ShardTask,
-    places: IntArray,
-    staged: pa.RecordBatch,
+    options: PackOptions,
+    roots: list[str],
+    samples: pa.RecordBatch,
     files: tuple[PackedFiles, PackedFiles],
     blobs: Blobs,
 ) -> list[SampleProblem | None]:
     """Read all images and audio files; -> what is wrong with each sample."""
-    data_roots = task.config.data_roots
     jobs = zip(
-        (data_roots[part] for part in task.parts[places].tolist()),
-        _by_sample(staged.column("images"), files[0]),
-        _by_sample(staged.column("audios"), files[1]),
+        roots,
+        _by_sample(samples.column("images"), files[0]),
+        _by_sample(samples.column("audios"), files[1]),
         strict=True,
     )
-    read = partial(_read_sample, task.config, blobs)
-    remote = next((place for place in data_roots if is_uri(place)), "")
+    read = partial(_read_sample, options, blobs)
+    remote = next((place for place in roots if is_uri(place)), "")
     with readers(remote) as pool:
         return list(pool.map(read, jobs) if pool else map(read, jobs))
 
 
 def _by_sample(lists: pa.ListArray, files: PackedFiles) -> Iterator[list[_File]]:
-    staged, view = lists.flatten(), files.content.data
-    fields = [staged.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
+    samples, view = lists.flatten(), files.content.data
+    fields = [samples.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
     views = [view[a:b] for a, b in pairwise(files.content_offsets.tolist())]
     pairs = list(zip(starmap(Media, zip(*fields, strict=True)), views, strict=True))
     yield from (pairs[a:b] for a, b in pairwise(files.offsets.tolist()))
 
 
 def _read_sample(
-    config: WriteConfig, blobs: Blobs, job: tuple[str, list[_File], list[_File]]
+    options: PackOptions, blobs: Blobs, job: tuple[str, list[_File], list[_File]]
 ) -> SampleProblem | None:
     """Read the files of a sample; refs too, so that every format rejects the same samples."""
     place, images, audios = job
-    for files in (images, audios) if config.format == "arrow" else ():
+    for files in (images, audios) if options.format == "arrow" else ():
         if (num_bytes := sum(len(view) for _, view in files)) > MOST_FILE_BYTES:
             advice = "an Arrow shard's group holds 2 GiB; use --format webdataset or refs"
             return SampleProblem("too_many_bytes", f"{num_bytes:,} bytes: {advice}")
-    root = open_folder(place, follow_links=config.follow_links)
+    root = open_folder(place, follow_links=options.follow_links)
     try:
         for media, view in (*images, *audios):
-            if config.format == "refs" and _is_contained(media):
+            if options.format == "refs" and _is_contained(media):
                 what = "a list of images" if media.container == FRAMES else media.name
                 refused = f"{what} is no file of its own, so no shard can refer to it"
                 raise ConfigError(f"--format refs: {refused}; use arrow or webdataset")
@@ -305,5 +286,5 @@ def _borders(lists: pa.ListArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
 
 
-def _numbers(staged: pa.RecordBatch, column: str, name: str) -> IntArray:
-    return np.asarray(staged.column(column).flatten().field(name).to_numpy().astype(np.int64))
+def _numbers(samples: pa.RecordBatch, column: str, name: str) -> IntArray:
+    return np.asarray(samples.column(column).flatten().field(name).to_numpy().astype(np.int64))
