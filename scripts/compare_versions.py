@@ -9,7 +9,7 @@ byte, except: manifests may differ in the version and in the `content_hash` that
 index the rows must be equal (from `format_version` 3 on the sample ids are a file of their own),
 and report.html is not compared. The newer version then resumes the loader of the older one,
 continues its training run with the same losses, writes the same plan.json and reads the older
-one's.
+one's. Whole epochs of both loaders are compared in several settings, with all tensors.
 
 What two versions do differently on purpose (the changelog says what) differs here too.
 
@@ -44,12 +44,12 @@ NOT_COMPARED = {"report.html"}
 # Takes steps of two ranks and prints their sample ids; the state travels as a file.
 LOADER = """
 import json, sys
-from isobatch.loaders import StreamingLoader
+from loaders import StreamingLoader
 build, state_path, steps = sys.argv[1:]
 seen = []
 for rank in range(2):
     loader = StreamingLoader(build, dp_rank=rank, dp_world_size=2, micro_batches_per_step=2,
-                             seed=3, workers=0, regroup=None)
+                             seed=3, workers=0, regroup=None, balance=0.5)
     if state_path.endswith("resume"):
         loader.load_state_dict(json.loads(open(state_path.removesuffix("resume")).read()))
     taken = []
@@ -64,6 +64,41 @@ for rank in range(2):
     loader.close()
 print(json.dumps(seen))
 """
+# Prints a digest of an epoch: the samples of each rank's micro-batches, and all their tensors.
+EPOCH = """
+import hashlib, json, sys
+import loaders, torch
+kind, source, world, options = json.loads(sys.argv[1])
+digest = hashlib.sha256()
+for rank in range(world):
+    loader = getattr(loaders, kind)(source, dp_rank=rank, dp_world_size=world, workers=0, **options)
+    for step in loader:
+        for batch in step:
+            digest.update(json.dumps(list(batch.sample_ids)).encode())
+            for name in ("input_ids", "labels", "position_ids", "cu_seqlens", "pixel_values"):
+                digest.update(getattr(batch, name).contiguous().numpy().tobytes())
+    loader.close()
+print(digest.hexdigest())
+"""
+WORLDS = 1, 8
+STREAMED: dict[str, dict[str, Any]] = {
+    "random": {"balance": 0.0},
+    "balance .5": {"balance": 0.5},
+    "balance .9": {"balance": 0.9},
+    "4 micro-batches": {"balance": 0.5, "micro_batches_per_step": 4},
+    "drop": {"balance": 0.9, "micro_batches_per_step": 3, "remainder": "drop"},
+    "regrouped": {"balance": 0.9, "regroup": "epoch"},
+    "in order": {"shuffle": False},
+    "chosen": {"balance": 0.5, "limit": 300},
+}
+"""Options of `StreamingLoader`; what a default would be is written out."""
+WITHOUT_BUILD: dict[str, dict[str, Any]] = {
+    "packed": {"balance": 0.9},
+    "padded": {"balance": 0.9, "packing": False},
+    "in order": {"shuffle": False},
+    "own": {"measure": "own"},
+}
+"""Options of `BalancedLoader`."""
 RESUMED_AFTER = 3
 LOADER_STEPS = 8
 
@@ -161,6 +196,7 @@ def comparisons(
         yield compare_builds(name, folder / "old" / name, folder / "new" / name)
     build = str(folder / "old" / "demo-arrow")
     yield compare_loaders(old, new, build, folder)
+    yield from compare_epochs(old, new, build)
     for name, options in {**PLANS, "build": f"{build} --pp 2"}.items():
         yield from compare_plans(name, options.split(), old, new, folder)
     yield compare_training(old, new, build, folder)
@@ -232,6 +268,22 @@ def compare_loaders(old: Version, new: Version, build: str, folder: Path) -> Com
     if resumed != [taken[RESUMED_AFTER:] for taken in steps]:
         differences.append("a resumed loader gives other steps")
     return Comparison(name="loader", differences=tuple(differences))
+
+
+def compare_epochs(old: Version, new: Version, build: str) -> Iterator[Comparison]:
+    """Orders and tensors of whole epochs, in several settings, on one rank and more."""
+    cases = {f"stream, {name}": ("StreamingLoader", build, each) for name, each in STREAMED.items()}
+    caps = {"model": "tiny", "max_tokens": 1024, "max_vision": 64, "window": 256}
+    cases |= {
+        f"without a build, {name}": ("BalancedLoader", "demo", caps | each)
+        for name, each in WITHOUT_BUILD.items()
+    }
+    for name, (kind, source, options) in cases.items():
+        for world in WORLDS:
+            given = json.dumps([kind, source, world, options])
+            digests = {version.run("-c", EPOCH, given) for version in (old, new)}
+            differences = () if len(digests) == 1 else ("samples or tensors differ",)
+            yield Comparison(name=f"epoch, {name}, dp {world}", differences=differences)
 
 
 def compare_plans(

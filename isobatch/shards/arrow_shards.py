@@ -201,7 +201,8 @@ class GroupColumns:
             if column.null_count and name != EXTRAS:
                 raise ValueError("a value is missing")
             if pa.types.is_list(column.type):
-                self.borders[name] = tuple(column.offsets.to_numpy().tolist())
+                numbers = _numbers(column.buffers()[1], np.int32, 0, len(column) + 1)
+                self.borders[name] = tuple(numbers.tolist())
 
     def column(self, name: str) -> pa.Array:
         """A column, with an entry per sample."""
@@ -210,8 +211,8 @@ class GroupColumns:
     def numbers(self, name: str) -> NDArray[Any]:
         """The values of a list column of numbers."""
         first, *_, last = self.borders[name]
-        values: NDArray[Any] = self.column(name).values.to_numpy()[first:last]
-        return values
+        values = self.column(name).values
+        return _numbers(values.buffers()[1], values.type.to_pandas_dtype(), first, last)
 
     def files(self, name: str) -> list[memoryview]:
         """The values of a column of lists of bytes or texts."""
@@ -220,9 +221,16 @@ class GroupColumns:
         _, offsets, data = values.buffers()
         if first == last or data is None:
             return [memoryview(b"")] * (last - first)
-        places = np.frombuffer(offsets, np.int32, last + 1 - first, 4 * first).tolist()
+        places = _numbers(offsets, np.int32, first, last + 1).tolist()
         content = memoryview(data)
         return [content[begin:end] for begin, end in pairwise(places)]
+
+
+def _numbers(buffer: pa.Buffer | None, kind: type, first: int, last: int) -> NDArray[Any]:
+    """A view of the numbers [first, last); `to_numpy` of Arrow's would import pandas."""
+    if buffer is None or first == last:
+        return np.zeros(0, kind)
+    return np.frombuffer(buffer, kind, last - first, first * np.dtype(kind).itemsize)
 
 
 def decode_arrow(
