@@ -1,4 +1,4 @@
-"""What a loader without a build takes from `packer`: records by place, builds, the report page.
+"""What a loader takes from `packer`: records of places, builds, the page.
 
 The one module of `loaders` that imports `packer`.
 """
