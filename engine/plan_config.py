@@ -152,10 +152,13 @@ class PlanConfig:
 
     def _check_build(self, build: str) -> None:
         made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
-        given = [name for name, value in made_up.items() if value is not None]
-        names = ", ".join([*given, *["samples"] * (self.samples != 1)])
-        if names:
-            raise ConfigError(f"a build says for itself what its {names} are; leave those out")
+        options = [name for name, value in made_up.items() if value is not None]
+        if self.samples != 1:
+            options.append("samples")
+        if options:
+            raise ConfigError(
+                f"a build says for itself what its {', '.join(options)} are; leave those out"
+            )
         if "://" in build:
             raise ConfigError(
                 f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, "
@@ -255,13 +258,13 @@ def _regrouped_loads(plan: Plan, count: int) -> Loads:
     dp = plan.parallel.dp
     # (steps, dp, micro_batches) -> (dp, all micro-batches of the replica)
     numbers = np.arange(len(plan.loads)).reshape(plan.num_steps, dp, plan.num_micro_batches)
-    own = numbers.swapaxes(0, 1).reshape(dp, -1)
-    steps = own.shape[1] // count
+    of_replicas = numbers.swapaxes(0, 1).reshape(dp, -1)
+    steps = of_replicas.shape[1] // count
     if not steps:
         raise ConfigError(
-            f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more "
+            f"the plan has {of_replicas.shape[1]} micro-batches per replica, not {count}; plan with more "
             "--steps"
         )
     # -> (new steps, dp, count)
-    regrouped = own[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
+    regrouped = of_replicas[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
     return plan.loads.take(regrouped.ravel())

@@ -96,7 +96,7 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     """Print a plan's stages, and how its ranks spend their time."""
     console.print()
     columns = ("stage", "layers", "recomputed", "forward", "backward", "waits", "peak")
-    _print_table(console, (*columns, "if all are full"), stage_rows(plan, run), left=2)
+    _print_table(console, (*columns, "if all are full"), stage_rows(plan, run), num_left=2)
     console.print()
 
     # shares of the time
@@ -120,12 +120,12 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     console.print(memory_text(plan))
     has = f"a GPU has {plan.memory_bytes / GIB:.1f} GiB"
     rank, full_rank = int(run.peak_bytes.argmax()), int(np.argmax(predicted.full_peak_bytes))
-    most, full_most = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
-    if most > plan.memory_bytes:
-        console.print(f"does not fit: rank {rank} needs {most / GIB:.1f} GiB, {has}")
-    elif full_most > plan.memory_bytes:
+    peak, full_peak = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
+    if peak > plan.memory_bytes:
+        console.print(f"does not fit: rank {rank} needs {peak / GIB:.1f} GiB, {has}")
+    elif full_peak > plan.memory_bytes:
         console.print(
-            f"may not fit: rank {full_rank} needs {full_most / GIB:.1f} GiB if all micro-batches "
+            f"may not fit: rank {full_rank} needs {full_peak / GIB:.1f} GiB if all micro-batches "
             f"are full, {has}"
         )
 
@@ -141,7 +141,7 @@ def memory_text(plan: Plan) -> str:
 def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
     """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak."""
     mode, layers = plan.training.mode, layers_of(plan.model, plan.parallel)
-    own = [
+    rank_layers = [
         layers[layer]
         for stage in range(rank, len(plan.borders) - 1, plan.parallel.pp)
         for layer in range(plan.borders[stage], plan.borders[stage + 1])
@@ -150,7 +150,7 @@ def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
         mode.state_terms(
             layer.gpu_params, plan.parallel.dp, trained=plan.training.trains(layer.part)
         )
-        for layer in own
+        for layer in rank_layers
     ]
     state = dict(zip(("weights", "gradients", "optimizer"), np.sum(terms, axis=0), strict=True))
     return {**state, "activations": plan.predicted.full_peak_bytes[rank] - sum(state.values())}
@@ -294,11 +294,11 @@ def _without_number(name: str) -> str:
 
 
 def _print_table(
-    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
+    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1
 ) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < left else "right", overflow="fold")
+        table.add_column(column, justify="left" if place < num_left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)

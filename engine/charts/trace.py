@@ -154,10 +154,10 @@ def _sends(timeline: Timeline) -> Iterator[Event]:
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
         start, end = sent.start_ns[edge], sent.end_ns[edge]
         row = {"cat": "send", "pid": ranks[source], "tid": ranks[target] + 1, "ts": _us(start)}
-        made = schedule.action(source)
-        what = "gradient" if made.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) else "output"
-        name = f"{what} {made.micro_batch}"
-        arguments = {"stage": made.stage, "micro_batch": made.micro_batch}
+        action = schedule.action(source)
+        what = "gradient" if action.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) else "output"
+        name = f"{what} {action.micro_batch}"
+        arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
         yield {"ph": "X", "name": name, "dur": _us(end - start), "args": arguments, **row}
         yield {"ph": "s", "name": name, "id": edge, **row}
         arrival = {"pid": ranks[target], "tid": COMPUTE_ROW, "ts": _us(timeline.start_ns[target])}

@@ -96,7 +96,9 @@ class Costs:
     def take(self, indices: IntArray) -> "Costs":
         """The same layers for some of the micro-batches, in the order of `indices`."""
         columns = {name: getattr(self, name)[:, indices] for name in COLUMNS}
-        taken: dict[str, Any] = {name: np.ascontiguousarray(own) for name, own in columns.items()}
+        taken: dict[str, Any] = {
+            name: np.ascontiguousarray(column) for name, column in columns.items()
+        }
         return replace(self, **taken)
 
     def rows(self, indices: Sequence[int]) -> "Costs":

@@ -199,9 +199,9 @@ def _encoder(
     h = shape.hidden_size
     sent = ((sizes.stream, sizes.output_bytes), *passing)
     num_params = sum(product.inputs * product.outputs for product in products)
-    own = products[-1].stream.per_token
-    embedded = [product.inputs * product.stream.per_token / own for product in products]
-    outputs = [product.outputs * product.stream.per_token / own for product in products]
+    tokens = products[-1].stream.per_token
+    embedded = [product.inputs * product.stream.per_token / tokens for product in products]
+    outputs = [product.outputs * product.stream.per_token / tokens for product in products]
     embedding = Layer(
         kind="patch_embedding" if part == "vision" else f"{part}_embedding",
         part=part,

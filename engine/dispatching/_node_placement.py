@@ -54,8 +54,9 @@ def place_batches(
     >>> place_batches(lengths, batches, np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
     array([1, 2, 0, 3])
     """
-    given = (lengths, batches, source_offsets)
-    lengths, batches, source_offsets = (np.ascontiguousarray(each, np.int64) for each in given)
+    lengths = np.ascontiguousarray(lengths, np.int64)
+    batches = np.ascontiguousarray(batches, np.int64)
+    source_offsets = np.ascontiguousarray(source_offsets, np.int64)
     num_ranks = len(source_offsets) - 1
     _check(lengths, batches, source_offsets, ranks_per_node)
     if len(lengths) == 0:
@@ -67,11 +68,11 @@ def place_batches(
     loads = np.diff(np.concatenate([[0], np.cumsum(lengths)])[source_offsets])
     heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
     # batches that ranks need, then all others, then the ranks inside each node
-    found, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
-    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, found)
+    placement, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
+    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, placement)
     node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
-    _fill(step, found, np.repeat(node_of_rank, np.diff(source_offsets)))
-    return np.asarray(_ranks_inside(step, found), dtype=np.int64)
+    _fill(step, placement, np.repeat(node_of_rank, np.diff(source_offsets)))
+    return np.asarray(_ranks_inside(step, placement), dtype=np.int64)
 
 
 def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
@@ -100,8 +101,8 @@ def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
 
 
 @numba.njit(cache=True)
-def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-def]
-    """Bisect the target; sets `found` to the placement of the least one that was reached.
+def _least_target(step, loads, nodes, draft, best):  # type: ignore[no-untyped-def]
+    """Bisect the target; sets `best` to the placement of the smallest one that was reached.
 
     Most of its batches may be free. Targets are tried on `draft`, at first in the order `nodes`.
     """
@@ -114,8 +115,8 @@ def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-
                 failed = _cover(step, draft, loads, nodes, target)
         if failed < 0:
             high = draft.sends.max()
-            found.node_of[:], found.members[:] = draft.node_of, draft.members
-            found.taken[:], found.sends[:] = draft.taken, draft.sends
+            best.node_of[:], best.members[:] = draft.node_of, draft.members
+            best.taken[:], best.sends[:] = draft.taken, draft.sends
         else:
             low = target + 1
 
@@ -181,22 +182,22 @@ def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
     """
     slots = np.full(len(placement.taken), placement.members.shape[1])
     slots[-1] -= placement.members.size - len(placement.sends)
-    left, any_node = slots - placement.taken, 0
+    free_slots, any_node = slots - placement.taken, 0
     for batch in range(len(placement.node_of)):
         if placement.node_of[batch] >= 0:
             continue
         best, tokens = -1, np.int64(-1)
         for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
             node = nodes[example]
-            if step.lengths[example] > tokens and left[node] > 0:
+            if step.lengths[example] > tokens and free_slots[node] > 0:
                 best, tokens = node, step.lengths[example]
         if best < 0:
-            while left[any_node] == 0:
+            while free_slots[any_node] == 0:
                 any_node += 1
             best = any_node
         placement.node_of[batch], placement.members[best, placement.taken[best]] = best, batch
         placement.taken[best] += 1
-        left[best] -= 1
+        free_slots[best] -= 1
 
 
 @numba.njit(cache=True)
@@ -204,7 +205,7 @@ def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
     """Rank of each batch: per node the (slot, rank) with most tokens first, ties to the lowest."""
     ranks_per_node = placement.members.shape[1]
     ranks = np.empty(len(placement.node_of), np.int64)
-    # (slot, rank in node); -1 when given
+    # (slot, rank in node); -1 when assigned
     held = np.empty((ranks_per_node, ranks_per_node), np.int64)
     for node in range(len(placement.members)):
         first, sends = node_sends(placement, node)

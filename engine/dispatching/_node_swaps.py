@@ -104,8 +104,8 @@ def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-de
 @numba.njit(cache=True)
 def improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
     """Make a swap that lowers the excess and lets `rank` send less, or two swaps; -> found."""
-    least = np.full(WIDTH, np.iinfo(np.int64).min)
-    gains, outs, ins = _best_swaps(step, placement, rank, target, least)
+    min_gains = np.full(WIDTH, np.iinfo(np.int64).min)
+    gains, outs, ins = _best_swaps(step, placement, rank, target, min_gains)
     if gains[0] > 0:
         _swap(step, placement, outs[0], ins[0])
         return True
@@ -126,8 +126,8 @@ def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def
     first, sends = node_sends(placement, node)
     for local in range(len(sends)):
         if sends[local] > target:
-            least = np.full(1, -gain)
-            _, outs, ins = _best_swaps(step, placement, first + local, target, least)
+            min_gains = np.full(1, -gain)
+            _, outs, ins = _best_swaps(step, placement, first + local, target, min_gains)
             if ins[0] >= 0:
                 _swap(step, placement, outs[0], ins[0])
                 return True
@@ -186,10 +186,10 @@ def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _gain(sends, given, taken, target):  # type: ignore[no-untyped-def]
+def _gain(sends, received, sent, target):  # type: ignore[no-untyped-def]
     """By how much a node's excess over `target` falls when its ranks give and take these tokens."""
     gain = np.int64(0)
     for local in range(len(sends)):
-        after = sends[local] + given[local] - taken[local]
+        after = sends[local] + received[local] - sent[local]
         gain += max(0, sends[local] - target) - max(0, after - target)
     return gain

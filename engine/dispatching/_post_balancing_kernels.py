@@ -60,19 +60,19 @@ def assign_by_sum(loads, order, sums, batches):  # type: ignore[no-untyped-def]
     waiting = np.full(mean + 1, -1, np.int32)
     last = np.empty(mean + 1, np.int32)
     after = np.empty(len(sums), np.int32)
-    least = 0
+    smallest = 0
     for turn in range(-len(sums), len(order)):
         if turn < 0:  # first every batch joins the list of the sum that it starts from
             batch = turn + len(sums)
             total = sums[batch]
         else:
             # the first batch of the least sum gets the example
-            while waiting[least] < 0:
-                least += 1
-            batch = waiting[least]
-            waiting[least] = after[batch]
+            while waiting[smallest] < 0:
+                smallest += 1
+            batch = waiting[smallest]
+            waiting[smallest] = after[batch]
             batches[order[turn]] = batch
-            total = least + loads[order[turn]]
+            total = smallest + loads[order[turn]]
         # join the end of the list of its sum
         if total <= mean:
             after[batch] = -1
@@ -104,12 +104,12 @@ def assign_by_squares(  # type: ignore[no-untyped-def]
     # batches per sum, and lists of those beyond the window
     counts, waiting = np.zeros(mean + tolerance, np.int32), np.full(mean + tolerance, -1, np.int32)
     after = np.empty(len(sums), np.int32)
-    counts[0], least, end = len(sums), 0, tolerance
+    counts[0], smallest, end = len(sums), 0, tolerance
     for example in order:
         # move the window to the least sum
-        while counts[least] == 0:
-            least += 1
-        while end < least + tolerance:
+        while counts[smallest] == 0:
+            smallest += 1
+        while end < smallest + tolerance:
             batch = waiting[end]
             while batch >= 0:
                 _play(values, winners, batch, squares[batch])

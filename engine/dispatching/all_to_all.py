@@ -153,8 +153,10 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     """
     num_ranks, target_ranks = len(source_offsets) - 1, np.asarray(target_ranks, dtype=np.int64)
     if len(target_ranks) and not (target_ranks.min() >= 0 and target_ranks.max() < num_ranks):
-        found = f"{target_ranks.min()} to {target_ranks.max()}"
-        raise ValueError(f"target ranks {found}; must be 0 to {num_ranks - 1}")
+        raise ValueError(
+            f"target ranks {target_ranks.min()} to {target_ranks.max()}; "
+            f"must be 0 to {num_ranks - 1}"
+        )
     batches = as_batches(target_ranks, num_ranks)
     return Permutation(batches.samples, np.asarray(source_offsets, dtype=np.int64), batches.offsets)
 

@@ -66,8 +66,8 @@ class DispatchOptions:
         for name in (*self.algorithms, *self.padded, *self.square_weights):
             if name not in PHASES:
                 raise ConfigError(f"there is no phase {name!r}; use {', '.join(PHASES)}")
-        least = min(self.tolerance, *self.square_weights.values(), 0)
-        if self.ranks_per_node < 1 or least < 0:
+        smallest = min(self.tolerance, *self.square_weights.values(), 0)
+        if self.ranks_per_node < 1 or smallest < 0:
             raise ConfigError(
                 f"ranks_per_node {self.ranks_per_node}, tolerance {self.tolerance}, square_weights "
                 f"{dict(self.square_weights)}: give at least one rank, and nothing below 0"
@@ -136,9 +136,9 @@ class DispatchPlan:
 
     def batches(self, phase: str) -> Groups:
         """The examples of each rank in a phase, a group per rank, in the order of drawing."""
-        own = self.phases[phase]
-        batches = as_batches(own.ranks, self.examples.num_ranks)
-        return Groups(own.examples[batches.samples], batches.offsets)
+        part = self.phases[phase]
+        batches = as_batches(part.ranks, self.examples.num_ranks)
+        return Groups(part.examples[batches.samples], batches.offsets)
 
 
 def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) -> DispatchPlan:
@@ -160,8 +160,8 @@ def _having(examples: Examples, phase: str) -> IntArray:
 
 def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArray:
     """Batch of each example of the phase, by the phase's algorithm."""
-    own, count = _having(examples, phase), examples.num_ranks
-    lengths, squares = examples.lengths[phase][own], examples.squares[phase][own]
+    indices, count = _having(examples, phase), examples.num_ranks
+    lengths, squares = examples.lengths[phase][indices], examples.squares[phase][indices]
     weight = options.square_weights.get(phase, 0.0)
     algorithm = options.algorithms[phase]
     if algorithm == "sums":
@@ -193,10 +193,10 @@ def _ranks(
     ranks = dict.fromkeys(PHASES, llm)
     for phase in ENCODERS:
         if phase in batches:
-            own = _having(examples, phase)
-            sizes, near = weights[phase][own], sources[own]
+            indices = _having(examples, phase)
+            sizes, near = weights[phase][indices], sources[indices]
             ranks[phase] = sources.copy()
-            ranks[phase][own] = _place(options, sizes, batches[phase], near, examples.num_ranks)
+            ranks[phase][indices] = _place(options, sizes, batches[phase], near, examples.num_ranks)
     return ranks
 
 
@@ -216,19 +216,21 @@ def _place(
 def _phase(
     examples: Examples, options: DispatchOptions, phase: str, ranks: Mapping[str, IntArray]
 ) -> PhasePlan:
-    own = _having(examples, phase)
-    offsets = np.searchsorted(own, examples.offsets)
-    moved = from_assignment(ranks[phase][own], offsets)
-    to_llm = from_assignment(ranks["llm"][own], offsets)
-    drawn = Groups(own, offsets)
-    planned = as_batches(ranks[phase][own], examples.num_ranks)
+    indices = _having(examples, phase)
+    offsets = np.searchsorted(indices, examples.offsets)
+    moved = from_assignment(ranks[phase][indices], offsets)
+    to_llm = from_assignment(ranks["llm"][indices], offsets)
+    drawn = Groups(indices, offsets)
+    planned = as_batches(ranks[phase][indices], examples.num_ranks)
     return PhasePlan(
-        examples=own,
-        ranks=ranks[phase][own],
+        examples=indices,
+        ranks=ranks[phase][indices],
         moved=moved,
         features=moved.inverse().then(to_llm),
         drawn=_loads(drawn, examples, phase, options),
-        balanced=_loads(Groups(own[planned.samples], planned.offsets), examples, phase, options),
+        balanced=_loads(
+            Groups(indices[planned.samples], planned.offsets), examples, phase, options
+        ),
     )
 
 
@@ -236,8 +238,8 @@ def _loads(batches: Groups, examples: Examples, phase: str, options: DispatchOpt
     """Loads of each rank's batch; in a padded phase every example counts as the longest."""
     lengths, sizes = examples.lengths[phase], batches.sizes
     if phase in options.padded:
-        most = longest(batches, lengths)
-        return PhaseLoads(sizes * most, sizes * most**2, sizes)
+        max_lengths = longest(batches, lengths)
+        return PhaseLoads(sizes * max_lengths, sizes * max_lengths**2, sizes)
     return PhaseLoads(batches.sum(lengths), batches.sum(examples.squares[phase]), sizes)
 
 
@@ -265,8 +267,8 @@ class DispatchedSteps:
 
     def _round(self, samples: StepRequest, number: int) -> tuple[IntArray, DispatchPlan]:
         """(numbers of the samples, their plan)."""
-        own = np.arange(samples.dp) * samples.micro_batches + number
-        groups = Groups(np.arange(len(samples)), samples.offsets).take(own)
+        group_numbers = np.arange(samples.dp) * samples.micro_batches + number
+        groups = Groups(np.arange(len(samples)), samples.offsets).take(group_numbers)
         counts, downsample = samples.counts.take(groups.samples), self.audio_downsample
         examples = Examples.of_counts(counts, groups.offsets, audio_downsample=downsample)
         return groups.samples, plan_dispatch(examples, replace(self.options, reads_directly=True))
@@ -277,8 +279,8 @@ def _of_ranks(
 ) -> tuple[Groups, ...]:
     """Each rank's batches of all rounds."""
     batches = [(numbers, plan.batches(phase)) for numbers, plan in rounds]
-    made = []
+    batches_of_ranks = []
     for rank in range(num_ranks):
-        parts = [numbers[own[rank]] for numbers, own in batches]
-        made.append(Groups(np.concatenate(parts), np.cumsum([0, *map(len, parts)])))
-    return tuple(made)
+        parts = [numbers[examples[rank]] for numbers, examples in batches]
+        batches_of_ranks.append(Groups(np.concatenate(parts), np.cumsum([0, *map(len, parts)])))
+    return tuple(batches_of_ranks)

@@ -172,8 +172,9 @@ def _checked_lengths(lengths: IntArray, num_batches: int, power: int = 1) -> Int
     checked = np.asarray(_checked(np.asarray(lengths, dtype=np.int64), num_batches), dtype=np.int64)
     longest = int(checked.max(initial=0))
     if longest**power * len(checked) >= 1 << 62:
-        found = f"longest example has {longest:,} tokens"
-        raise ValueError(f"{found}, beyond what int64 can sum; divide by a unit")
+        raise ValueError(
+            f"longest example has {longest:,} tokens, beyond what int64 can sum; divide by a unit"
+        )
     return checked
 
 

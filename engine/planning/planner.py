@@ -121,8 +121,7 @@ def plan(
         best = replace(careful, name="the plan: even layers, as little recomputed as fits")
     step_ns = evaluate(typical, best.borders, best.recompute, schedule).step_ns
     gap = None if bound_ns is None else (step_ns - bound_ns) / max(step_ns, 1)
-    made = replace(make_plan(request, best, full), gap=gap)
-    return PlanResult(plan=made, runs=(*runs, best))
+    return PlanResult(plan=replace(make_plan(request, best, full), gap=gap), runs=(*runs, best))
 
 
 def _baselines(
@@ -133,8 +132,8 @@ def _baselines(
     by_size, by_count = by_params(typical, num_stages), by_layers(typical, num_stages)
     everything = np.ones(typical.num_layers, np.bool_)
     papers, careful = "even parameters, all recomputed", "even layers, as little recomputed as fits"
-    least = _least(request, typical, by_count)
-    packed = request, careful, pipelines, request.loads, by_count, least
+    recompute = _least(request, typical, by_count)
+    packed = request, careful, pipelines, request.loads, by_count, recompute
     if random is None:
         first = request, papers, pipelines, request.loads, by_size, everything
         return [simulate_run(*first), simulate_run(*packed)]
@@ -143,10 +142,10 @@ def _baselines(
     name = f"random samples, {int(random.llm.items.max())} at a time, padded"
     # memory for the largest of them
     largest = _with_memory(drawn[0], every)
-    least = _least(request, largest, by_count)
+    recompute = _least(request, largest, by_count)
     return [
         simulate_run(request, f"{name}; {papers}", drawn, random, by_size, everything),
-        simulate_run(request, f"the same; {careful}", drawn, random, by_count, least),
+        simulate_run(request, f"the same; {careful}", drawn, random, by_count, recompute),
         simulate_run(request, f"packed micro-batches; {careful}", *packed[2:]),
     ]
 
@@ -154,9 +153,9 @@ def _baselines(
 def _with_memory(costs: Costs, full: Costs) -> Costs:
     """These times, with the bytes of each layer's largest micro-batch in `full`."""
     shape = costs.saved_bytes.shape
-    most = (getattr(full, name).max(axis=1, keepdims=True) for name in MEMORY)
+    largest = (getattr(full, name).max(axis=1, keepdims=True) for name in MEMORY)
     changes: dict[str, Any] = {
-        name: np.broadcast_to(own, shape) for name, own in zip(MEMORY, most, strict=True)
+        name: np.broadcast_to(column, shape) for name, column in zip(MEMORY, largest, strict=True)
     }
     return replace(costs, **changes)
 
@@ -164,8 +163,8 @@ def _with_memory(costs: Costs, full: Costs) -> Costs:
 def _least(request: PlanRequest, costs: Costs, borders: IntArray) -> BoolArray:
     """As little recomputed as fits; everything if nothing does."""
     chooser = RecomputeChooser(costs, request.make_schedule(), request.memory_bytes)
-    least = chooser.least(borders)
-    return np.ones(costs.num_layers, np.bool_) if least is None else least
+    recompute = chooser.choose(borders)
+    return np.ones(costs.num_layers, np.bool_) if recompute is None else recompute
 
 
 def simulate_run(
@@ -198,8 +197,8 @@ def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
         step_ns=run.step_ns,
         reduction_ns=_reduction_ns(request, run.borders),
         bubble_ratio=tuple(bubbles.tolist()),
-        forward_ns=_stage_means([each.forward_ns for each in stages]),
-        backward_ns=_stage_means([each.backward_ns for each in stages]),
+        forward_ns=_stage_means([costs.forward_ns for costs in stages]),
+        backward_ns=_stage_means([costs.backward_ns for costs in stages]),
         recompute_ns=_stage_means([run.recompute_ns(number) for number in range(len(stages))]),
         state_bytes=tuple(run.steps[0].memory.state_bytes.tolist()),
         peak_bytes=tuple(run.peak_bytes.tolist()),
@@ -266,8 +265,8 @@ def _search(
     """-> (borders, recompute, lower bound of a step's time if it is known)."""
     schedule, memory = request.make_schedule(), request.memory_bytes
     if search == "exact":
-        found = search_exact(costs, schedule, memory, limits)
-        return found.borders, found.recompute, found.lower_bound_ns
+        result = search_exact(costs, schedule, memory, limits)
+        return result.borders, result.recompute, result.lower_bound_ns
     borders = search_bmp_within(costs, schedule, memory).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None
 

@@ -54,6 +54,6 @@ def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
         last[target] = max(last.get(target, (0, edge)), (int(end[source]), edge))
     return {
         edge
-        for target, (made, edge) in last.items()
-        if made > before[target] or start[target] - before[target] > TURN_NS
+        for target, (ready, edge) in last.items()
+        if ready > before[target] or start[target] - before[target] > TURN_NS
     }

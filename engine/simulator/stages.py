@@ -75,7 +75,7 @@ class StageCosts:
     def take(self, indices: IntArray) -> "StageCosts":
         """The same stages for some of the micro-batches, in the order of `indices`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        taken = {name: own[:, indices] for name, own in columns.items() if own.ndim == 2}
+        taken = {name: column[:, indices] for name, column in columns.items() if column.ndim == 2}
         return StageCosts(**columns | taken)
 
 

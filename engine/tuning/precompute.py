@@ -102,12 +102,12 @@ def where_to_encode(
     window, reserved = stages.num_micro_batches, np.zeros(schedule.num_ranks, np.int64)
     if memory_bytes is not None:
         free = memory_bytes - memory_of(schedule, stages).peak_bytes
-        most = int(encoder.feature_bytes.max(initial=0))
-        window = min(window, max(0, int(free[0]) // max(most, 1)))
-        copy = encoder.state_bytes + most + int(encoder.working_bytes.max(initial=0))
+        feature_bytes = int(encoder.feature_bytes.max(initial=0))
+        window = min(window, max(0, int(free[0]) // max(feature_bytes, 1)))
+        copy = encoder.state_bytes + feature_bytes + int(encoder.working_bytes.max(initial=0))
         allowed[1:] &= free[1:] >= copy
         reserved[1:] = np.where(allowed[1:], copy, 0)
-        reserved[0] = window * most
+        reserved[0] = window * feature_bytes
     return EncodeAhead(encoder.forward_ns, encoder.send_ns, allowed, window, reserved)
 
 
@@ -132,8 +132,9 @@ class EncodedStep:
 
 def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> EncodedStep:
     """An order with its encodings in the gaps that `problem.ahead` allows."""
-    scratch, given = problem.scratch(), np.ascontiguousarray(order, np.int64)
-    run_order(problem.actions, problem.times, problem.ahead, given, scratch)
+    scratch = problem.scratch()
+    entering = np.ascontiguousarray(order, np.int64)
+    run_order(problem.actions, problem.times, problem.ahead, entering, scratch)
     is_ahead = scratch.gap_before[order] >= 0
     ahead = np.flatnonzero(is_ahead)
     before = problem.actions.own_places[scratch.gap_before[order[ahead]]]
@@ -168,7 +169,7 @@ def _with_encodings(
     more_per_rank = np.bincount(ranks, minlength=schedule.num_ranks)
     if not more:
         return schedule, ranks
-    made = replace(
+    encoded = replace(
         schedule,
         name=f"{schedule.name}+encode",
         kinds=np.concatenate([schedule.kinds, np.full(more, PassKind.ENCODE)])[order],
@@ -176,7 +177,7 @@ def _with_encodings(
         micro_batches=np.concatenate([schedule.micro_batches, ahead])[order],
         rank_offsets=schedule.rank_offsets + np.concatenate([[0], np.cumsum(more_per_rank)]),
     )
-    return made, ranks
+    return encoded, ranks
 
 
 def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray:

@@ -66,8 +66,10 @@ def cluster_costs(
     """
     costs = np.asarray(costs, dtype=np.float64)
     if max_clusters < 1 or not (costs >= 0).all() or not np.isfinite(costs).all():
-        found = f"max_clusters is {max_clusters}, lowest cost {costs.min()}"
-        raise ValueError(f"{found}; give at least 1, and costs >= 0")
+        raise ValueError(
+            f"max_clusters is {max_clusters}, lowest cost {costs.min()}; "
+            "give at least 1, and costs >= 0"
+        )
     values, inverse, counts = np.unique(costs, return_inverse=True, return_counts=True)
     if len(values) < 2:
         return np.zeros(len(costs), np.int64)
@@ -116,8 +118,8 @@ def _unevenness(costs: FloatArray, batches: IntArray, num_batches: int) -> float
 def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyped-def]
     """Place the samples of `order`, from `num_batches` micro-batches; -> (batches, how many)."""
     batches = np.empty(len(order), np.int64)
-    most = num_batches + len(order)
-    batch_len, batch_cost = np.zeros(most, np.int64), np.zeros(most, np.float64)
+    max_batches = num_batches + len(order)
+    batch_len, batch_cost = np.zeros(max_batches, np.int64), np.zeros(max_batches, np.float64)
     for sample in order:
         cheapest = -1
         for batch in range(num_batches):

@@ -80,8 +80,8 @@ def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
     Entries with b <= a mean nothing.
     """
     order = operations(schedule)
-    own = order.stages == stage
-    kinds, numbers = order.kinds[own], order.micro_batches[own]
+    is_stage = order.stages == stage
+    kinds, numbers = order.kinds[is_stage], order.micro_batches[is_stage]
     turn = int(np.argmax(np.isin(kinds, (BACKWARD, INPUT_GRAD))))
     returning = numbers[turn]
     early = sums.forward[:, numbers[:turn]].sum(axis=1)
@@ -90,15 +90,15 @@ def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
     back = sums.backward.min(axis=1) * (sums.sends_grad & (not _is_apart(schedule)))
     # the shortest way to the stage, its work, and the way back
     bounds = (sums.forward.min(axis=1) - work + back)[:, np.newaxis] + work
-    # the way of the first micro-batch that returns, what the stage has left then, and the way back
+    # the way of the first micro-batch that returns, what remains for the stage then, and the way back
     way = sums.forward[:, returning] + sums.sends_grad * (
         sums.forward[-1, returning]
         - sums.forward[:, returning]
         + sums.backward[-1, returning]
         - sums.backward[:, returning]
     )
-    left = work - early
-    return np.asarray(np.maximum(bounds, (back - left)[:, np.newaxis] + (way + left)))
+    remaining = work - early
+    return np.asarray(np.maximum(bounds, (back - remaining)[:, np.newaxis] + (way + remaining)))
 
 
 def _is_apart(schedule: Schedule) -> bool:
@@ -108,9 +108,9 @@ def _is_apart(schedule: Schedule) -> bool:
 
 def _least(sends: IntArray) -> IntArray:
     """Least send of the cuts before each cut, without both ends; 0 where there is none."""
-    least = np.zeros_like(sends)
-    least[2:-1] = np.minimum.accumulate(sends[1:-2], axis=0)
-    return least
+    shortest = np.zeros_like(sends)
+    shortest[2:-1] = np.minimum.accumulate(sends[1:-2], axis=0)
+    return shortest
 
 
 @lru_cache(maxsize=64)
@@ -166,8 +166,9 @@ def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore
                 forward[stage, number] = sums.forward[end, number] - sums.forward[start, number]
                 both = sums.input_grad[end, number] - sums.input_grad[start, number]
                 input_grad[stage, number] = both + extra_ns[choice, number]
-                own = sums.weight_grad[end, number] - sums.weight_grad[start, number]
-                weight_grad[stage, number] = own
+                weight_grad[stage, number] = (
+                    sums.weight_grad[end, number] - sums.weight_grad[start, number]
+                )
         # times outside, then the step
         _outside(sums, (first, num_stages), cuts, ready[0], turn, tail)
         ready_back[:], now[:], free[:] = 0, 0, 0
