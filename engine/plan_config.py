@@ -262,8 +262,8 @@ def _regrouped_loads(plan: Plan, count: int) -> Loads:
     steps = of_replicas.shape[1] // count
     if not steps:
         raise ConfigError(
-            f"the plan has {of_replicas.shape[1]} micro-batches per replica, not {count}; plan with more "
-            "--steps"
+            f"the plan has {of_replicas.shape[1]} micro-batches per replica, not {count}; "
+            "plan with more --steps"
         )
     # -> (new steps, dp, count)
     regrouped = of_replicas[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)

@@ -188,8 +188,8 @@ def _check_reach(measured: Loads, loads: Loads, farthest: float) -> None:
             asked = int(getattr(getattr(loads, phase), name).max(initial=0))
             if asked > farthest * largest:
                 raise ConfigError(
-                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest {largest:,}: "
-                    f"fits are trusted up to {farthest:g} times that; measure larger micro-batches"
+                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest "
+                    f"{largest:,}: fits are trusted up to {farthest:g} times that; measure larger micro-batches"
                 )
 
 

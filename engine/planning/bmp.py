@@ -153,14 +153,15 @@ def candidate(costs: Costs, borders: IntArray, extra: Extra | None = None) -> Pa
 def rank_candidates(
     costs: Costs, anchor: IntArray, *, radius: int, max_count: int, extra: Extra | None = None
 ) -> list[PartitionCandidate]:
-    """The `max_count` partitions of least metric with inner borders within `radius` of the anchor's.
+    """Partitions of least metric with inner borders within `radius` of the anchor's.
 
-    Best first; ties in lexicographic order of the borders. O(stages radius^2 max_count). None with a
-    stage of infinite `extra`.
+    At most `max_count`, best first; ties in lexicographic order of the borders. None with a stage
+    of infinite `extra`. O(stages radius^2 max_count).
     """
     if radius < 0 or max_count < 1:
         raise ConfigError(
-            f"radius {radius}, {max_count} candidates; give a radius of 0 or more, a candidate or more"
+            f"radius {radius}, {max_count} candidates; give a radius of 0 or more, a candidate or"
+            " more"
         )
     ranking = _Ranking(costs, len(anchor) - 1, extra)
     begun: _Beginnings = {0: [(0.0, (0,))]}

@@ -222,7 +222,8 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
     version = values.get("version") if isinstance(values, dict) else None
     if version not in (1, PLAN_VERSION):
         raise ConfigError(
-            f"{where}: plan version {version}; this isobatch reads version {PLAN_VERSION}: plan again"
+            f"{where}: plan version {version}; this isobatch reads version {PLAN_VERSION}:"
+            " plan again"
         )
     if version == 1:
         values = {"gap": None, **values}

@@ -36,7 +36,7 @@ def check_same_step(
         "schedules": b"".join(part.astype("<i8").tobytes() for part in actions),
     }
     digests = (blake2b(part, digest_size=7).digest() for part in parts.values())
-    hashes = torch.tensor([int.from_bytes(each, "little") for each in digests])
+    hashes = torch.tensor([int.from_bytes(digest, "little") for digest in digests])
     # maximum and negated minimum in one message
     both = torch.stack([hashes, -hashes]).to(local.device)
     all_reduce(both, groups.pipeline, dist.ReduceOp.MAX)

@@ -66,11 +66,11 @@ class StepStatus:
             values = np.asarray(self._values.cpu().numpy(), np.float64)
             losses, actions = np.split(values, [len(self._batches)])
             # losses after a lack of memory come from zeros: not worth reporting
-            own = self._out_of_memory(actions) or self._not_finite(losses)
-            failures = _of_all_replicas(own, self._groups, self._values.device)
-        stages = {each.stage for each in failures if each.stage is not None}
+            local_failures = self._out_of_memory(actions) or self._not_finite(losses)
+            failures = _of_all_replicas(local_failures, self._groups, self._values.device)
+        stages = {failure.stage for failure in failures if failure.stage is not None}
         if stages:
-            passes = [each.text for each in failures if each.stage is not None]
+            passes = [failure.text for failure in failures if failure.stage is not None]
             raise OutOfMemory(sorted(stages), passes)
         if failures:
             texts = "; ".join(failure.text for failure in failures)
@@ -80,15 +80,15 @@ class StepStatus:
         return losses
 
     def _out_of_memory(self, actions: NDArray[np.float64]) -> list[_Failure]:
-        found = []
+        failures = []
         for rank in np.flatnonzero(actions).tolist():
             action = self._schedule.action(int(actions[rank]) - 1)
             # a rank that encodes ahead for the first stage does so in its own memory
             stage = rank if action.kind == PassKind.ENCODE else action.stage
             samples = samples_text(self._batches[action.micro_batch])
             text = f"{action} of replica {self._groups.replica}, {samples}"
-            found.append(_Failure(text=text, stage=stage))
-        return found
+            failures.append(_Failure(text=text, stage=stage))
+        return failures
 
     def _not_finite(self, losses: NDArray[np.float64]) -> list[_Failure]:
         replica = self._groups.replica
@@ -102,14 +102,14 @@ class StepStatus:
 
 
 def _of_all_replicas(
-    own: list[_Failure], groups: ProcessGroups, device: torch.device
+    local_failures: list[_Failure], groups: ProcessGroups, device: torch.device
 ) -> list[_Failure]:
     if groups.replicas is None:
-        return own
-    count = torch.tensor(len(own), device=device)
+        return local_failures
+    count = torch.tensor(len(local_failures), device=device)
     failures: list[list[_Failure]] = [[] for _ in range(dist.get_world_size(groups.replicas))]
     all_reduce(count, groups.replicas)
     if int(count):
         with peer_errors(dist.get_process_group_ranks(groups.replicas)):
-            dist.all_gather_object(failures, own, group=groups.replicas)
+            dist.all_gather_object(failures, local_failures, group=groups.replicas)
     return [failure for replica in failures for failure in replica]

@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     exceeds it raises CpuMemoryExceeded, as an allocator would, and its result is dropped.
 
     >>> with LiveBytes() as memory:
-    ...     kept = torch.zeros(1000) + 1  # one of the two tensors stays
+    ...     ones = torch.zeros(1000) + 1  # one of the two tensors stays
     >>> memory.live_bytes, memory.peak_bytes
     (4000, 8000)
     """

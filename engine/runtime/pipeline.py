@@ -107,8 +107,10 @@ class Pipeline:
             for index in range(cuts[stage], cuts[stage + 1])
         }
         mode = self._options.mode
-        own = (weight for layer in [*layers.values(), *encoder] for weight in layer.parameters())
-        self._weights = MainWeights(dict.fromkeys(own), mode, self._groups.replicas)
+        weights = (
+            weight for layer in [*layers.values(), *encoder] for weight in layer.parameters()
+        )
+        self._weights = MainWeights(dict.fromkeys(weights), mode, self._groups.replicas)
         self._local = RankLayers(
             layers=layers,
             encoder=encoder,
@@ -296,8 +298,8 @@ def _squares(flat: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(flat.dtype, torch.float32)
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype).double()
     rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype).double()
-    found: torch.Tensor = rows.square().sum() + rest.square()
-    return found
+    total: torch.Tensor = rows.square().sum() + rest.square()
+    return total
 
 
 def _exact_squares(flat: torch.Tensor) -> torch.Tensor:

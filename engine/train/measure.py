@@ -112,20 +112,20 @@ def _write(folder: Path, profile: Profile, measured: MeasuredPartitions, plan: P
 
 def _text(profile: Profile, measured: MeasuredPartitions, names: Sequence[str]) -> str:
     """Measurements and choice, for people."""
-    found = evidence(measured)
+    report = evidence(measured)
     lines = [
         f"profile: fits are off by at most {misfit(profile):.0%}",
         "  predicted   measured  borders",
     ]
-    for row in found["candidates"]:
+    for row in report["candidates"]:
         predicted, median = (
             f"{row[name]:8.1f} ms" if row[name] else "          -"
             for name in ("predicted_ms", "median_ms")
         )
-        chosen = "  <- chosen" if row["borders"] == found["chosen"] else ""
+        chosen = "  <- chosen" if row["borders"] == report["chosen"] else ""
         lines.append(f"{predicted} {median}  {row['borders']}{chosen}")
     lines += [
         f"stage {stage}: {', '.join(names[first:end])}"
-        for stage, (first, end) in enumerate(pairwise(found["chosen"]))
+        for stage, (first, end) in enumerate(pairwise(report["chosen"]))
     ]
     return "\n".join(lines)

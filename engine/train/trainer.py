@@ -142,7 +142,7 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
         now = time.perf_counter()
         if result is not None:
             last = result
-            own = StepMeasurement(
+            measurement = StepMeasurement(
                 step=run.step,
                 batches=batches,
                 result=result,
@@ -151,7 +151,7 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
                 before=before,
                 after=after,
             )
-            figures = gather_figures(own, run.num_ranks)
+            figures = gather_figures(measurement, run.num_ranks)
             if is_first_rank():
                 report_step(figures, config.figures)
         before = after

@@ -153,7 +153,8 @@ def tune(
     lengths = samples.llm.tokens
     if not len(micro_batches) or not len(lengths):
         raise ConfigError(
-            f"{len(micro_batches)} micro-batches of {len(lengths)} samples; give at least one of each"
+            f"{len(micro_batches)} micro-batches of {len(lengths)} samples; give at least one of"
+            " each"
         )
     untuned, same_size, others = _candidates(samples, micro_batches, pipeline, options)
     plain = _as_given(untuned)

@@ -90,7 +90,7 @@ def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
     back = sums.backward.min(axis=1) * (sums.sends_grad & (not _is_apart(schedule)))
     # the shortest way to the stage, its work, and the way back
     bounds = (sums.forward.min(axis=1) - work + back)[:, np.newaxis] + work
-    # the way of the first micro-batch that returns, what remains for the stage then, and the way back
+    # the way of the first micro-batch that returns, what then remains for the stage, the way back
     way = sums.forward[:, returning] + sums.sends_grad * (
         sums.forward[-1, returning]
         - sums.forward[:, returning]

@@ -31,16 +31,16 @@ def parameters_of(layers: Layers) -> dict[str, nn.Parameter]:
 
 def tensors_of(layers: Layers, optimizer: Optimizer) -> dict[str, Tensor]:
     """State of each parameter by `name.field`. ConfigError if it has anything but tensors."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, weight in parameters_of(layers).items():
         for field, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor):
-                found[f"{name}.{field}"] = value
+                tensors[f"{name}.{field}"] = value
             elif value is not None:
                 raise ConfigError(
                     f"the optimizer keeps {field}, a {type(value).__name__}; only tensors are saved"
                 )
-    return found
+    return tensors
 
 
 def options_of(layers: Layers, optimizer: Optimizer) -> Options:
@@ -67,11 +67,11 @@ def merge_options(ranks: Sequence[Options]) -> Options:
     >>> merge_options([[first], [second]])
     [{'parameters': ['0.w', '1.w'], 'values': {'lr': 0.1}}]
     """
-    found: dict[str, tuple[Any, set[str]]] = {}
+    groups: dict[str, tuple[Any, set[str]]] = {}
     for group in (group for options in ranks for group in options):
         key = json.dumps(group["values"], sort_keys=True)
-        found.setdefault(key, (group["values"], set()))[1].update(group["parameters"])
-    return [{"parameters": sorted(names), "values": values} for values, names in found.values()]
+        groups.setdefault(key, (group["values"], set()))[1].update(group["parameters"])
+    return [{"parameters": sorted(names), "values": values} for values, names in groups.values()]
 
 
 def load_into(
@@ -90,8 +90,8 @@ def load_into(
         name, _, field = key.rpartition(".")
         fields.setdefault(name, {})[field] = value
     state: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        members = [names[id(weight)] for weight in own["params"]]
+    for group, optimizer_group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        members = [names[id(weight)] for weight in optimizer_group["params"]]
         saved = [values_of[name] for name in members if name in values_of]
         if any(values != saved[0] for values in saved):
             raise ConfigError(

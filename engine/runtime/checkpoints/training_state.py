@@ -75,9 +75,16 @@ class Progress:
 
 
 def save_state(
-    folder: Path, layers: Layers, optimizer: Optimizer | None, progress: Progress, *, kept: int = 2
+    folder: Path,
+    layers: Layers,
+    optimizer: Optimizer | None,
+    progress: Progress,
+    *,
+    max_states: int = 2,
 ) -> Path:
-    """Save a new state, then remove all but the newest `kept`; -> its folder. All ranks call it.
+    """Save a new state, then remove all but the newest `max_states`; -> its folder.
+
+    All ranks call it.
 
     Options such as learning rates are saved by parameter. `optimizer`: None on a rank where nothing
     is trained. On all ranks: ConfigError if it keeps anything but tensors; DataError if a number is
@@ -99,7 +106,7 @@ def save_state(
     except DataError:  # raised on all ranks
         on_first_rank(lambda: discard_state(unfinished))
         raise
-    on_first_rank(lambda: remove_older(folder, kept))
+    on_first_rank(lambda: remove_older(folder, max_states))
     return target
 
 
@@ -114,10 +121,10 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
     if newest is None:
         return None
     content = on_all_ranks(lambda: read_progress(newest))
-    found = sorted({index for indices in gather_objects(sorted(layers)) for index in indices})
-    if found != content["places"]:
+    places = sorted({index for indices in gather_objects(sorted(layers)) for index in indices})
+    if places != content["places"]:
         raise ConfigError(
-            f"{newest} has {len(content['places'])} layers, the model {len(found)}:"
+            f"{newest} has {len(content['places'])} layers, the model {len(places)}:"
             " give the same model"
         )
     tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
@@ -167,11 +174,11 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
     """
     saved, weights = _saved(state), _weights(layers)
     _check(weights, saved, state)
-    own = parameters_of(layers) if optimizer is not None else {}
+    parameters = parameters_of(layers) if optimizer is not None else {}
     moments = {
-        name: _empty(entry, own[name.rpartition(".")[0]])
+        name: _empty(entry, parameters[name.rpartition(".")[0]])
         for name, entry in _with_prefix(_OPTIMIZER, saved).items()
-        if name.rpartition(".")[0] in own
+        if name.rpartition(".")[0] in parameters
     }
     return _join(weights, moments)
 
@@ -192,7 +199,7 @@ def _join(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[
 
 def _weights(layers: Layers) -> dict[str, Tensor]:
     """Parameters, as the optimizer has them, and buffers by name: their own memory."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for index, layer in layers.items():
         mains = {
             name: main_param(weight).detach()
@@ -203,20 +210,20 @@ def _weights(layers: Layers) -> dict[str, Tensor]:
                 raise ConfigError(
                     f"layer {index} keeps {name}, a {type(value).__name__}; only tensors are saved"
                 )
-            found[f"{index}.{name}"] = value
-    return found
+            tensors[f"{index}.{name}"] = value
+    return tensors
 
 
 def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
     """Metadata of a state's tensors by name. DataError if it cannot be read."""
     try:
-        found = FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        entries = FileSystemReader(state).read_metadata().state_dict_metadata.items()
     except Exception as error:  # a damaged pickle may raise anything
         rank = dist.get_rank() if dist.is_initialized() else 0
         raise cannot(state, "read", error, rank) from error
     return {
         key.removeprefix(f"{_ROOT}."): entry
-        for key, entry in found
+        for key, entry in entries
         if isinstance(entry, TensorStorageMetadata)
     }
 

@@ -103,8 +103,8 @@ def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
         )
     outputs = []
     for start, end in pairwise(sample_borders.tolist()):
-        own = None if images_of_tokens is None else images_of_tokens[start:end]
-        mask = _sample_mask(end - start, sliding_window, own, query.device)
+        images = None if images_of_tokens is None else images_of_tokens[start:end]
+        mask = _sample_mask(end - start, sliding_window, images, query.device)
         outputs.append(
             functional.scaled_dot_product_attention(
                 query[:, :, start:end],

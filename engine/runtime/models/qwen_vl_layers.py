@@ -156,13 +156,13 @@ def qwen_vl_vision(model: Any) -> list[SpecLayer]:
     layers: list[SpecLayer] = []
     for number, block in enumerate(visual.blocks):
         # outputs of this layer and those before it that decoder layers need
-        kept = sum(level <= number for level in levels)
+        num_levels = sum(level <= number for level in levels)
         layers.append(
             NativeVisionLayer(
                 block,
                 visual.rotary_pos_emb,
                 rule,
-                add_specs(rows, range(kept), rows),
+                add_specs(rows, range(num_levels), rows),
                 in_windows=number not in whole,
                 deep=deep_name(levels.index(number)) if number in levels else None,
             )

@@ -32,8 +32,8 @@ DTYPE_OF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.
 
 def main_param(weight: nn.Parameter) -> nn.Parameter:
     """The optimizer's parameter for a weight of a layer; often the weight itself."""
-    found: nn.Parameter = getattr(weight, MAIN, weight)
-    return found
+    main: nn.Parameter = getattr(weight, MAIN, weight)
+    return main
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ class MainWeights:
         assert self._mesh is not None
         rows = whole.chunk(self._mesh.size())
         rank = self._mesh.get_local_rank()
-        own = rows[rank] if rank < len(rows) else whole[:0]
-        local = own.clone() if copies else own
+        rank_rows = rows[rank] if rank < len(rows) else whole[:0]
+        local = rank_rows.clone() if copies else rank_rows
         shape, stride = whole.shape, whole.stride()
         return nn.Parameter(
             DTensor.from_local(

@@ -23,17 +23,17 @@ def message_times(groups: ProcessGroups, num_bytes: IntArray, device: torch.devi
     All its ranks call it; all get the same. Measures half a round trip of a tiny message and of the
     largest, link after link; others are in between. All times are 0 with a single rank.
     """
-    found = torch.zeros(2, dtype=torch.float64, device=device)
+    slowest = torch.zeros(2, dtype=torch.float64, device=device)
     sizes = (1, max(int(num_bytes.max(initial=0)), LEAST_BYTES))
     for first in range(len(groups.ranks) - 1):
         if groups.rank in (first, first + 1):
             small, large = (_one_way_ns(groups, first, size, device) for size in sizes)
             slope = max(0.0, large - small) / sizes[1]
-            own = torch.tensor([small, slope], dtype=torch.float64, device=device)
-            found = torch.maximum(found, own)
+            link_times = torch.tensor([small, slope], dtype=torch.float64, device=device)
+            slowest = torch.maximum(slowest, link_times)
         barrier(groups, device)
-    all_reduce(found, groups.pipeline, dist.ReduceOp.MAX)
-    latency_ns, ns_per_byte = found.tolist()
+    all_reduce(slowest, groups.pipeline, dist.ReduceOp.MAX)
+    latency_ns, ns_per_byte = slowest.tolist()
     times = (latency_ns + num_bytes * ns_per_byte) * (num_bytes > 0)
     return np.asarray(np.rint(times), np.int64)
 

@@ -122,9 +122,9 @@ def measure_layers(
         sends_grad=np.arange(len(kinds)) >= local.first_trained,
     )
     pairs = zip(parts, kinds, strict=True)
-    own = {part: phases[kind] for part, kind in pairs if kind in phases}
+    phases_of_parts = {part: phases[kind] for part, kind in pairs if kind in phases}
     mode = pipeline._options.mode
-    return make_profile(costs, loads, own, mode.precision if mode else None)
+    return make_profile(costs, loads, phases_of_parts, mode.precision if mode else None)
 
 
 def _check(local: RankLayers, batches: Sequence[Batch], loads: Loads, labels: LayerLabels) -> None:
@@ -140,13 +140,13 @@ def _check(local: RankLayers, batches: Sequence[Batch], loads: Loads, labels: La
 @contextmanager
 def _preserve_gradients(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Begin without gradients, and restore the old ones afterwards."""
-    kept = [(weight, weight.grad) for layer in layers for weight in layer.parameters()]
-    for weight, _ in kept:
+    before = [(weight, weight.grad) for layer in layers for weight in layer.parameters()]
+    for weight, _ in before:
         weight.grad = None
     try:
         yield
     finally:
-        for weight, gradient in kept:
+        for weight, gradient in before:
             weight.grad = gradient
 
 
@@ -163,13 +163,13 @@ def _measure(pipeline: Pipeline, batches: Sequence[Batch], repeats: int) -> _Tab
         for rank in range(1 if together else len(groups.ranks)):
             barrier(groups, local.device)
             if together or rank == groups.rank:
-                for stage, given in inputs.items():
-                    found = [
-                        stage_times(local, stage, batch, given, together=together)
+                for stage, stage_tensors in inputs.items():
+                    runs = [
+                        stage_times(local, stage, batch, stage_tensors, together=together)
                         for _ in range(repeats)
                     ]
-                    times = np.rint(np.median(found[1:], axis=0))  # (layers, times)
-                    sizes = stage_bytes(local, stage, batch, given)
+                    times = np.rint(np.median(runs[1:], axis=0))  # (layers, times)
+                    sizes = stage_bytes(local, stage, batch, stage_tensors)
                     of_passes[local.stage_layers(stage), number] = np.hstack([times, sizes])
         if together:
             _compute_until_all_are_done(local, groups, batch, inputs)
@@ -191,8 +191,8 @@ def _compute_until_all_are_done(
         done = dist.all_reduce(token, group=groups.pipeline, async_op=True)
         assert done is not None
         while not done.is_completed():
-            for stage, given in inputs.items():
-                stage_times(local, stage, batch, given, together=True)
+            for stage, stage_tensors in inputs.items():
+                stage_times(local, stage, batch, stage_tensors, together=True)
         done.wait()
 
 
@@ -227,7 +227,7 @@ def _split_kinds(
                 f" {counts[other]:,} and {counts[index]:,} parameters; give them different kinds"
             )
     pairs = list(zip(kinds, roles, strict=True))
-    roles_of = {kind: {role for own, role in pairs if own == kind} for kind in first}
+    roles_of = {kind: {role for other, role in pairs if other == kind} for kind in first}
     return tuple(f"{kind}, {role}" if len(roles_of[kind]) > 1 else kind for kind, role in pairs)
 
 
@@ -246,7 +246,7 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
     input_ns = np.minimum(tables["input_grad_ns"], joint)
     # a tensor between two layers is held if either needs it
     between = np.maximum(tables["held_input_bytes"][1:], tables["held_output_bytes"][:-1])
-    held = tables["own_bytes"] + np.concatenate([tables["held_input_bytes"][:1], between])
+    held = tables["inner_bytes"] + np.concatenate([tables["held_input_bytes"][:1], between])
     saved = held * goes_back
     return {
         "forward_ns": tables["forward_ns"],
@@ -254,7 +254,7 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
         "weight_grad_ns": tables["weight_grad_ns"] if apart else joint - input_ns,
         "recompute_ns": tables["forward_ns"] * goes_back,
         "saved_bytes": saved,
-        "kept_bytes": tables["given_bytes"] * goes_back,
+        "kept_bytes": tables["input_bytes"] * goes_back,
         "working_bytes": np.maximum(tables["peak_bytes"] - saved, 0),
         "deferred_bytes": tables["deferred_bytes"],
     }
@@ -262,9 +262,10 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
 
 def _equal_per_kind(values: IntArray, kinds: Sequence[str], name: str) -> IntArray:
     """The same values for all layers of a kind: median of times, maximum of bytes."""
-    made = np.empty_like(values)
+    result = np.empty_like(values)
     for kind in dict.fromkeys(kinds):
-        rows: NDArray[np.bool_] = np.array([own == kind for own in kinds])
-        own = values[rows]
-        made[rows] = np.rint(np.median(own, axis=0)) if name.endswith("_ns") else own.max(axis=0)
-    return made
+        rows: NDArray[np.bool_] = np.array([other == kind for other in kinds])
+        of_kind = values[rows]
+        is_time = name.endswith("_ns")
+        result[rows] = np.rint(np.median(of_kind, axis=0)) if is_time else of_kind.max(axis=0)
+    return result

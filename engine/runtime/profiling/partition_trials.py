@@ -116,13 +116,13 @@ class _Trials:
         num_stages = len(self.step.pipelines[0]) * self.step.options.stages_per_rank
         radius, most_run = self.options.radius, self.options.most_run
         try:
-            found = search_bmp(
+            bmp = search_bmp(
                 self.costs, num_stages, self.announce, radius=radius, most_run=most_run
             )
         except (ConfigError, InfeasiblePlan) as error:
             broadcast(error)
             raise
-        return broadcast(MeasuredPartitions(bmp=found, trials=tuple(self.done)))
+        return broadcast(MeasuredPartitions(bmp=bmp, trials=tuple(self.done)))
 
     def follow(self) -> MeasuredPartitions:
         """Run what the first rank broadcasts."""
@@ -171,16 +171,16 @@ class _Trials:
 
     def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
         """A pipeline with this partition; OutOfMemory on all ranks if it does not fit on one."""
-        pipelines, made, lacking = self.step.pipelines, None, -1
+        pipelines, pipeline, lacking = self.step.pipelines, None, -1
         try:
-            made = Pipeline(self.model, borders, recompute, pipelines, self.step.options)
+            pipeline = Pipeline(self.model, borders, recompute, pipelines, self.step.options)
         except torch.OutOfMemoryError:
             me = dist.get_rank()
             lacking = next(list(ranks).index(me) for ranks in pipelines if me in ranks)
         lacking = max(gather_objects(lacking))
-        if made is None or lacking >= 0:
+        if pipeline is None or lacking >= 0:
             raise OutOfMemory([lacking])
-        return made
+        return pipeline
 
     def step_ns(self, pipeline: Pipeline) -> int:
         """Time from when all ranks are ready to the end of the last pass."""

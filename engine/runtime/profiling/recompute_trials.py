@@ -86,16 +86,18 @@ class StepObserver:
         self._release()
         try:
             with preserve_rng(self._device):
-                own = self._left_on_gpu() if self._device.type == "cuda" else self._left_on_cpu()
+                local_bytes = (
+                    self._left_on_gpu() if self._device.type == "cuda" else self._left_on_cpu()
+                )
         finally:
             self._pipeline.steps_run = steps_run
             self._release()
-        ranks, lefts = zip(*gather_objects((self._groups.rank, own)), strict=True)
-        left = np.full(len(self._groups.ranks), np.iinfo(np.int64).max)
-        np.minimum.at(left, list(ranks), lefts)
-        if (left < 0).any():
-            raise OutOfMemory(np.flatnonzero(left < 0).tolist())
-        return left
+        ranks, rank_bytes = zip(*gather_objects((self._groups.rank, local_bytes)), strict=True)
+        left_bytes = np.full(len(self._groups.ranks), np.iinfo(np.int64).max)
+        np.minimum.at(left_bytes, list(ranks), rank_bytes)
+        if (left_bytes < 0).any():
+            raise OutOfMemory(np.flatnonzero(left_bytes < 0).tolist())
+        return left_bytes
 
     def _left_on_gpu(self) -> int:
         limit = self._limit_bytes
@@ -108,12 +110,14 @@ class StepObserver:
 
     def _left_on_cpu(self) -> int:
         states = self._optimizer.state.values() if self._optimizer else ()
-        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        kept = [local_part(value) for value in kept]
+        tensors = [
+            value for state in states for value in state.values() if isinstance(value, Tensor)
+        ]
+        tensors = [local_part(value) for value in tensors]
         for layer in self._layers:
-            kept += [*layer.parameters(), *layer.buffers()]
-        kept += [local_part(weight) for weight in self._pipeline.parameters()]
-        limit = (self._limit_bytes or 0) - _storage_bytes(kept)
+            tensors += [*layer.parameters(), *layer.buffers()]
+        tensors += [local_part(weight) for weight in self._pipeline.parameters()]
+        limit = (self._limit_bytes or 0) - _storage_bytes(tensors)
         memory = LiveBytes(limit)
         with memory:
             self._run()
