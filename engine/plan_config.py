@@ -30,10 +30,6 @@ MOST_TOKENS = 10**8
 """Largest made-up micro-batch, in tokens and image patches: squares of more overflow 64 bits."""
 
 
-def _presets(folder: str) -> str:
-    return ", ".join(preset_names(folder))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
     """One plan; every field is also a key of the TOML file given with --config."""
@@ -58,7 +54,11 @@ class PlanConfig:
         int, Option("Without a build: samples that share these. Default: 1.", least=1)
     ] = 1
     cluster: Annotated[
-        str, Option(f"Cluster preset, or a .toml file: {_presets('clusters')}. Default: h100.")
+        str,
+        Option(
+            f"Cluster preset, or a .toml file: {', '.join(preset_names('clusters'))}."
+            " Default: h100."
+        ),
     ] = "h100"
     tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", least=1)] = 1
     pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", least=1)] = 4

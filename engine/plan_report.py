@@ -43,23 +43,24 @@ def print_result(result: PlanResult, console: Console) -> None:
 def print_trials(trials: Sequence[ScheduleTrial], console: Console) -> None:
     """Print what the plan for each schedule comes to."""
     columns = ("schedule", "stages per rank", "recomputed", "step", "waiting", "most memory")
-    _print_table(console, columns, [_trial_row(trial) for trial in trials])
+    rows: list[tuple[str, ...]] = []
+    for trial in trials:
+        row = trial.schedule, f"{trial.stages_per_rank}"
+        if trial.result is None:
+            rows.append((*row, "does not fit", "", "", ""))
+            continue
+        run = trial.result.best
+        rows.append(
+            (
+                *row,
+                f"{int(run.recompute.sum())} of {len(run.recompute)}",
+                time_text(run.step_ns),
+                f"{time_shares(run)['waiting']:.1%}",
+                f"{int(run.peak_bytes.max()) / GIB:.1f} GiB",
+            )
+        )
+    _print_table(console, columns, rows)
     console.print()
-
-
-def _trial_row(trial: ScheduleTrial) -> tuple[str, ...]:
-    name, per_rank = trial.schedule, f"{trial.stages_per_rank}"
-    if trial.result is None:
-        return name, per_rank, "does not fit", "", "", ""
-    run = trial.result.best
-    return (
-        name,
-        per_rank,
-        f"{int(run.recompute.sum())} of {len(run.recompute)}",
-        time_text(run.step_ns),
-        f"{time_shares(run)['waiting']:.1%}",
-        f"{int(run.peak_bytes.max()) / GIB:.1f} GiB",
-    )
 
 
 def trials_to_json(trials: Sequence[ScheduleTrial]) -> list[dict[str, Any]]:

@@ -68,7 +68,16 @@ def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST
     ConfigError where one has more than `farthest` times the most tokens or squares measured of a
     phase. Below the least measured a fit ends at its constant, or at 0 without any tokens.
     """
-    _check_reach(profile.loads, loads, farthest)
+    for phase in PHASES:
+        for name in ("tokens", "squares"):
+            largest = int(getattr(getattr(profile.loads, phase), name).max(initial=0))
+            asked = int(getattr(getattr(loads, phase), name).max(initial=0))
+            if asked > farthest * largest:
+                raise ConfigError(
+                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest "
+                    f"{largest:,}: fits are trusted up to {farthest:g} times that; "
+                    "measure larger micro-batches"
+                )
     columns: dict[str, Any] = {name: _fitted(profile, name, loads) for name in COLUMNS}
     fitted = {name: np.rint(values).astype(np.int64) for name, values in columns.items()}
     return _of_layers(profile, replace(profile.costs, **fitted))
@@ -179,18 +188,6 @@ def profile_from_dict(values: dict[str, Any]) -> Profile:
         phases=tuple(str(kind["phase"]) for kind in kinds),
         precision=precision,
     )
-
-
-def _check_reach(measured: Loads, loads: Loads, farthest: float) -> None:
-    for phase in PHASES:
-        for name in ("tokens", "squares"):
-            largest = int(getattr(getattr(measured, phase), name).max(initial=0))
-            asked = int(getattr(getattr(loads, phase), name).max(initial=0))
-            if asked > farthest * largest:
-                raise ConfigError(
-                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest "
-                    f"{largest:,}: fits are trusted up to {farthest:g} times that; measure larger micro-batches"
-                )
 
 
 def _fitted(profile: Profile, name: str, loads: Loads) -> FloatArray:

@@ -147,7 +147,22 @@ def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) ->
     named = [phase for phase in PHASES if phase in options.algorithms]
     batches = {phase: _batches(examples, options, phase) for phase in named}
     ranks = _ranks(examples, options, batches)
-    phases = {phase: _phase(examples, options, phase, ranks) for phase in PHASES}
+    phases = {}
+    for phase in PHASES:
+        indices = _having(examples, phase)
+        offsets = np.searchsorted(indices, examples.offsets)
+        moved = from_assignment(ranks[phase][indices], offsets)
+        to_llm = from_assignment(ranks["llm"][indices], offsets)
+        planned = as_batches(ranks[phase][indices], examples.num_ranks)
+        planned = Groups(indices[planned.samples], planned.offsets)
+        phases[phase] = PhasePlan(
+            examples=indices,
+            ranks=ranks[phase][indices],
+            moved=moved,
+            features=moved.inverse().then(to_llm),
+            drawn=_loads(Groups(indices, offsets), examples, phase, options),
+            balanced=_loads(planned, examples, phase, options),
+        )
     return DispatchPlan(examples=examples, options=options, phases=phases)
 
 
@@ -211,27 +226,6 @@ def _place(
     per_node = options.ranks_per_node
     placed = place_batches(sizes[order], batches[order], offsets, ranks_per_node=per_node)
     return placed[batches]
-
-
-def _phase(
-    examples: Examples, options: DispatchOptions, phase: str, ranks: Mapping[str, IntArray]
-) -> PhasePlan:
-    indices = _having(examples, phase)
-    offsets = np.searchsorted(indices, examples.offsets)
-    moved = from_assignment(ranks[phase][indices], offsets)
-    to_llm = from_assignment(ranks["llm"][indices], offsets)
-    drawn = Groups(indices, offsets)
-    planned = as_batches(ranks[phase][indices], examples.num_ranks)
-    return PhasePlan(
-        examples=indices,
-        ranks=ranks[phase][indices],
-        moved=moved,
-        features=moved.inverse().then(to_llm),
-        drawn=_loads(drawn, examples, phase, options),
-        balanced=_loads(
-            Groups(indices[planned.samples], planned.offsets), examples, phase, options
-        ),
-    )
 
 
 def _loads(batches: Groups, examples: Examples, phase: str, options: DispatchOptions) -> PhaseLoads:

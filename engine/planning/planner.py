@@ -108,8 +108,10 @@ def plan(
     memory.
     """
     pipelines, full = request.split(request.costs(request.loads)), request.costs(request.full_step)
-    # times of a typical step, memory of the largest
-    typical = _with_memory(_median(pipelines), full)
+    # times of a typical step, that of median forward time; memory of the largest
+    work = [int(costs.forward_ns.sum()) for costs in pipelines]
+    median = int(np.argsort(work, kind="stable")[len(work) // 2])
+    typical = _with_memory(pipelines[median], full)
     runs = _baselines(request, pipelines, typical, random)
     borders, recompute, bound_ns = _search(typical, request, search, limits)
     name = "the plan: searched partition, as little recomputed as fits"
@@ -192,10 +194,14 @@ def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
     """The plan of a run's partition; `full`: costs of a step of the largest micro-batches."""
     at_full = evaluate(full, run.borders, run.recompute, request.make_schedule())
     stages = [step.stages for step in run.steps]
+    layers, trains = layers_of(request.model, request.parallel), request.training.trains
+    params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
+    params = _by_rank(params, run.borders, request)
+    reduction = reduction_ns(params, request.cluster, request.parallel, request.training)
     bubbles = np.mean([step.timeline.bubble_ratio for step in run.steps], axis=0)
     predicted = Prediction(
         step_ns=run.step_ns,
-        reduction_ns=_reduction_ns(request, run.borders),
+        reduction_ns=int(reduction.max()),
         bubble_ratio=tuple(bubbles.tolist()),
         forward_ns=_stage_means([costs.forward_ns for costs in stages]),
         backward_ns=_stage_means([costs.backward_ns for costs in stages]),
@@ -271,12 +277,6 @@ def _search(
     return borders, choose_recompute(costs, borders, schedule, memory), None
 
 
-def _median(pipelines: list[Costs]) -> Costs:
-    """The pipeline with the median forward time."""
-    work = [int(costs.forward_ns.sum()) for costs in pipelines]
-    return pipelines[int(np.argsort(work, kind="stable")[len(work) // 2])]
-
-
 def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
     """Mean of (stages, micro_batches) tables per stage."""
     return tuple(np.rint(np.mean(tables, axis=(0, 2))).astype(int).tolist())
@@ -285,11 +285,3 @@ def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
 def _by_rank(values: IntArray, borders: IntArray, request: PlanRequest) -> IntArray:
     """Values of layers, (layers,), summed over the stages of each pipeline rank."""
     return request.make_schedule().sum_by_rank(np.add.reduceat(values, borders[:-1]))
-
-
-def _reduction_ns(request: PlanRequest, borders: IntArray) -> int:
-    trains = request.training.trains
-    layers = layers_of(request.model, request.parallel)
-    params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
-    ranks = _by_rank(params, borders, request)
-    return int(reduction_ns(ranks, request.cluster, request.parallel, request.training).max())

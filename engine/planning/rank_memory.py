@@ -284,7 +284,12 @@ def minimal_choices(  # type: ignore[no-untyped-def]
         if changed < 0:
             break
     minimal = counts[num_found - 1 : num_found] if only_least else _minimal(counts[:num_found])
-    return _masks(groups, minimal), changed < 0
+    masks = np.zeros((len(minimal), num_layers), np.bool_)
+    for row in range(len(minimal)):
+        for group in range(num_groups):
+            _set(groups, group, minimal[row, group])
+        masks[row] = groups.recompute
+    return masks, changed < 0
 
 
 @numba.njit(cache=True)
@@ -297,16 +302,6 @@ def _minimal(counts):  # type: ignore[no-untyped-def]
                 keep[one] = False
                 break
     return counts[keep]
-
-
-@numba.njit(cache=True)
-def _masks(groups, counts):  # type: ignore[no-untyped-def]
-    masks = np.zeros((len(counts), len(groups.recompute)), np.bool_)
-    for row in range(len(counts)):
-        for group in range(len(groups.counts)):
-            _set(groups, group, counts[row, group])
-        masks[row] = groups.recompute
-    return masks
 
 
 @numba.njit(cache=True)

@@ -41,7 +41,19 @@ def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
     [[0, 3], [1, 2]]
     """
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
-    _check(lengths, costs, max_len)
+    if len(lengths) != len(costs):
+        raise ValueError(f"{len(lengths)} lengths but {len(costs)} costs; give one of each sample")
+    if len(lengths) and not (lengths.min() >= 0 and costs.min() >= 0 and np.isfinite(costs).all()):
+        lowest = f"lowest length {lengths.min()}, lowest cost {costs.min()}"
+        raise ValueError(f"{lowest}; give finite ones from 0 on")
+    if max_len < 1:
+        raise ValueError(f"max_len is {max_len} tokens; give at least 1")
+    over = np.flatnonzero(lengths > max_len)
+    if len(over):
+        raise ValueError(
+            f"{len(over)} samples are longer than max_len {max_len} (first: sample {over[0]} with"
+            f" {lengths[over[0]]}); reject or split them first"
+        )
     order = np.lexsort((-lengths, -costs))
     fewest = max(-(-int(lengths.sum()) // max_len), min(1, len(lengths)))
     batches, used = _pack(lengths, costs, order, max_len, fewest)
@@ -91,22 +103,6 @@ def cluster_orders(clusters: IntArray) -> Iterator[IntArray]:
     """
     for turns in permutations(range(int(clusters.max(initial=-1)) + 1)):
         yield np.argsort(np.argsort(turns)[clusters] if turns else clusters, kind="stable")
-
-
-def _check(lengths: IntArray, costs: FloatArray, max_len: int) -> None:
-    if len(lengths) != len(costs):
-        raise ValueError(f"{len(lengths)} lengths but {len(costs)} costs; give one of each sample")
-    if len(lengths) and not (lengths.min() >= 0 and costs.min() >= 0 and np.isfinite(costs).all()):
-        lowest = f"lowest length {lengths.min()}, lowest cost {costs.min()}"
-        raise ValueError(f"{lowest}; give finite ones from 0 on")
-    if max_len < 1:
-        raise ValueError(f"max_len is {max_len} tokens; give at least 1")
-    over = np.flatnonzero(lengths > max_len)
-    if len(over):
-        raise ValueError(
-            f"{len(over)} samples are longer than max_len {max_len} (first: sample {over[0]} with"
-            f" {lengths[over[0]]}); reject or split them first"
-        )
 
 
 def _unevenness(costs: FloatArray, batches: IntArray, num_batches: int) -> float:

@@ -102,7 +102,7 @@ class TunedSteps:
     def plan(self, samples: StepRequest) -> TunedStep:
         """The same with predicted times; of all ranks if none of them asks."""
         loads = self.loads(samples.counts)
-        groups = [self._given(samples, rank) for rank in range(samples.dp)]
+        groups = [self._rank_groups(samples, rank) for rank in range(samples.dp)]
         untuned_ns = self._slowest_ns(loads, groups, memory_bytes=None)
         chosen = groups
         if samples.dp > 1 and len(samples):
@@ -111,10 +111,12 @@ class TunedSteps:
             if self._slowest_ns(loads, assigned, memory_bytes=memory_bytes) <= untuned_ns:
                 chosen = assigned
         asked = range(samples.dp) if samples.rank is None else [samples.rank]
-        tuned = [
-            self._tune(loads, part) if rank in asked and len(part.samples) else None
-            for rank, part in enumerate(chosen)
-        ]
+        tuned: list[TuneResult | None] = [None] * samples.dp
+        for rank in asked:
+            part = chosen[rank]
+            if len(part.samples):
+                local = Groups(np.arange(len(part.samples)), part.offsets)
+                tuned[rank] = tune(loads.take(part.samples), local, self.pipeline, self.options)
         return TunedStep(
             groups=tuple(map(_numbered, tuned, chosen)),
             tuned=tuple(tuned),
@@ -122,7 +124,7 @@ class TunedSteps:
             fingerprint=_digest([np.sort(part.samples) for part in chosen]),
         )
 
-    def _given(self, samples: StepRequest, rank: int) -> Groups:
+    def _rank_groups(self, samples: StepRequest, rank: int) -> Groups:
         """A rank's micro-batches that hold samples."""
         first, last = rank * samples.micro_batches, (rank + 1) * samples.micro_batches
         offsets = np.unique(samples.offsets[first : last + 1])
@@ -164,11 +166,6 @@ class TunedSteps:
             order = np.arange(end - first)
             slowest_ns = max(slowest_ns, int(times_of_orders(problem, order[np.newaxis])[0]))
         return slowest_ns
-
-    def _tune(self, loads: Loads, samples: Groups) -> TuneResult:
-        """A rank's pipeline, tuned."""
-        groups = Groups(np.arange(len(samples.samples)), samples.offsets)
-        return tune(loads.take(samples.samples), groups, self.pipeline, self.options)
 
 
 def _numbered(tuned: TuneResult | None, groups: Groups) -> Groups:

@@ -18,7 +18,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
 from isobatch.engine.simulator.evaluate import schedule_for
-from isobatch.engine.simulator.stages import StageCosts, stage_costs
+from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning._order_search import search_clusters, search_swaps
 from isobatch.engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
 from isobatch.engine.tuning.pack import (
@@ -217,26 +217,19 @@ def _candidates(
         encoder = frozen_encoder(costs, pipeline.borders)
     ends = np.cumsum([0, *(len(groups) for groups, _ in packings)])
     candidates = []
-    for (groups, max_len), columns in zip(
-        packings, map(np.arange, ends[:-1], ends[1:]), strict=True
-    ):
-        problem = _order_problem(
-            stages.take(columns), encoder.take(columns), pipeline, options.encode
+    for number, (groups, max_len) in enumerate(packings):
+        columns, memory = np.arange(ends[number], ends[number + 1]), pipeline.memory_bytes
+        part, encoded = stages.take(columns), encoder.take(columns)
+        schedule = schedule_for(
+            pipeline.schedule, pipeline.borders, len(groups), pipeline.stages_per_rank
         )
-        given_ns = int(times_of_orders(problem, np.arange(len(columns))[np.newaxis])[0])
-        candidates.append(_Candidate(groups, max_len, problem, encoder.take(columns), given_ns))
+        ahead = where_to_encode(encoded, schedule, part, where=options.encode, memory_bytes=memory)
+        problem = order_problem(schedule, part, memory, ahead)
+        given_ns = int(times_of_orders(problem, np.arange(len(groups))[np.newaxis])[0])
+        candidates.append(_Candidate(groups, max_len, problem, encoded, given_ns))
     untuned, *rest = candidates
     same_size = [one for one in rest if one.max_len == max_lens[0]]
     return untuned, same_size, [one for one in rest if one.max_len != max_lens[0]]
-
-
-def _order_problem(
-    stages: StageCosts, encoder: Encoder, pipeline: PartitionedModel, encode: EncodeRanks
-) -> OrderProblem:
-    count, memory = stages.num_micro_batches, pipeline.memory_bytes
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, count, pipeline.stages_per_rank)
-    ahead = where_to_encode(encoder, schedule, stages, where=encode, memory_bytes=memory)
-    return order_problem(schedule, stages, memory, ahead)
 
 
 def _search(

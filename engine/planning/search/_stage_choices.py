@@ -82,7 +82,12 @@ class StageChoices:
             for a, b in zip(max_peaks, min_peaks, strict=True)
         ]
         extra, left_out = [self.extra_ns], NEVER
-        for bound, rank, index in _by_bound(bounds, tight):
+        by_bound = sorted(
+            (int(bounds[rank][index]), rank, int(index))
+            for rank, windows in enumerate(tight)
+            for index in windows
+        )
+        for bound, rank, index in by_bound:
             if limits.is_over():
                 left_out = min(left_out, bound)
                 break
@@ -145,13 +150,3 @@ class StageChoices:
         for row, combination in enumerate(some):
             masks[row] = np.logical_or.reduce(combination)
         return masks, count <= MOST_COMBINED and all(is_all for _, is_all in choices)
-
-
-def _by_bound(bounds: list[IntArray], tight: list[IntArray]) -> list[tuple[int, int, int]]:
-    """(bound, rank, window) of these windows of each rank, by bound."""
-    every = [
-        (int(bounds[rank][index]), rank, int(index))
-        for rank, windows in enumerate(tight)
-        for index in windows
-    ]
-    return sorted(every)

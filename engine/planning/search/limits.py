@@ -28,10 +28,6 @@ class SearchProgress:
     """Share of that time by which another one could be faster."""
 
 
-def _say_nothing(progress: SearchProgress) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
     """Limits of one search. What the start needs, a partition that fits, is never cut short."""
@@ -41,7 +37,7 @@ class SearchLimits:
     """By `clock`."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
-    report: Callable[[SearchProgress], None] = _say_nothing
+    report: Callable[[SearchProgress], None] = lambda _: None
     """Called now and then."""
 
     def is_over(self) -> bool:
