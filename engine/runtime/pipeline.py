@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from torch import nn
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.runtime._consistency import check_same_step
 from isobatch.engine.runtime.communication.collectives import all_reduce
 from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from isobatch.engine.runtime.communication.process_groups import (
+    ProcessGroups,
     make_groups,
     open_links,
     sum_gradients,
@@ -177,7 +178,7 @@ class Pipeline:
         self._check_schedule(schedule)
         if options.check_every_step or not self._checked:
             with uncounted():
-                check_same_step(groups, self._local, schedule, batches, normalizer)
+                _check_same_step(groups, self._local, schedule, batches, normalizer)
             self._checked = True
         rng = None
         if options.dropout_seed is not None:
@@ -342,3 +343,48 @@ def _as_tuple(recompute: NDArray[np.bool_] | Sequence[bool], num_layers: int) ->
     if len(recompute) != num_layers:
         raise ConfigError(f"recompute names {len(recompute)} layers; the model has {num_layers}")
     return tuple(bool(chosen) for chosen in recompute)
+
+
+def _check_same_step(
+    groups: ProcessGroups,
+    local: RankLayers,
+    schedule: Schedule,
+    batches: Sequence[Batch],
+    normalizer: float,
+) -> None:
+    """ConfigError on all ranks of a pipeline if any part of a step differs between them.
+
+    Each rank has its own loader, and only tensors are sent. Loaders that disagree would otherwise
+    show as a message of another size, which ends a process without a word, or not at all. Compares
+    sample ids and shapes at the cuts of all micro-batches. Costs one small message.
+    """
+    actions = (schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets)
+    parts = {
+        "micro-batches": repr([_describe(local, batch) for batch in batches]).encode(),
+        "normalizers": str(normalizer).encode(),
+        "schedules": b"".join(part.astype("<i8").tobytes() for part in actions),
+    }
+    digests = (blake2b(part, digest_size=7).digest() for part in parts.values())
+    hashes = torch.tensor([int.from_bytes(digest, "little") for digest in digests])
+    # maximum and negated minimum in one message
+    both = torch.stack([hashes, -hashes]).to(local.device)
+    all_reduce(both, groups.pipeline, dist.ReduceOp.MAX)
+    differs = both.sum(0).tolist()
+    differing = [name for name, spread in zip(parts, differs, strict=True) if spread]
+    if differing:
+        raise ConfigError(
+            f"the ranks {list(groups.ranks)} of a pipeline were given different"
+            f" {', '.join(differing)}; give each the same"
+        )
+
+
+def _describe(local: RankLayers, batch: Batch) -> list[object]:
+    """Sample ids of a micro-batch, and its tensors at each cut."""
+    crossings = (local.specs(cut, batch) for cut in local.borders[1:-1])
+    return [
+        getattr(batch, "sample_ids", None),
+        *(
+            [(name, spec.shape, str(spec.dtype)) for name, spec in sorted(crossing.items())]
+            for crossing in crossings
+        ),
+    ]

@@ -6,14 +6,13 @@ later step that needs more memory is repeated so, and the next choice is made fo
 """
 
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.planning.recompute import InfeasiblePlan
 from isobatch.engine.runtime.batch_loads import batch_loads
@@ -77,7 +76,11 @@ class RecomputeAdapter:
                 raise
             message = str(error)
         # after the except clause: the error's traceback holds tensors
-        self._recompute_all(pipeline)
+        pipeline.drop_gradients()
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+        pipeline.set_recompute(np.ones_like(pipeline.recompute))
+        self.is_due = True
         torch.set_rng_state(rng[0])
         if rng[1] is not None:
             torch.cuda.set_rng_state(rng[1])
@@ -109,28 +112,19 @@ class RecomputeAdapter:
         if is_first_rank():
             print(text, flush=True)
 
-    def _recompute_all(self, pipeline: Pipeline) -> None:
-        pipeline.drop_gradients()
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-        pipeline.set_recompute(np.ones_like(pipeline.recompute))
-        self.is_due = True
-
     def _adapt(
         self, pipeline: Pipeline, steps: list[list[Batch]], optimizer: torch.optim.Optimizer | None
     ) -> str:
+        """Choose for these steps; -> the choice, for people."""
         loads = batch_loads([batch for step in steps for batch in step], self._model.preset)
         costs = costs_of(self._profile, self._model.trained, loads)
         if self._evidence is not None:
             self._evidence.parent.mkdir(parents=True, exist_ok=True)
         choice = adapt_running(pipeline, costs, steps, self._options, optimizer)
-        return _choice_text(choice, self._model.names)
-
-
-def _choice_text(choice: AdaptedRecompute, names: Sequence[str]) -> str:
-    """The choice, for people."""
-    chosen = (
-        ", ".join(names[index] for index in np.flatnonzero(choice.recompute).tolist()) or "nothing"
-    )
-    left_mib = ", ".join(f"{size / MIB:,.0f}" for size in choice.left_bytes)
-    return f"recomputed from here on: {chosen}; left {left_mib} MiB ({len(choice.trials)} runs)"
+        names = self._model.names
+        recomputed = [names[index] for index in np.flatnonzero(choice.recompute).tolist()]
+        left_mib = ", ".join(f"{size / MIB:,.0f}" for size in choice.left_bytes)
+        return (
+            f"recomputed from here on: {', '.join(recomputed) or 'nothing'}; left {left_mib} MiB"
+            f" ({len(choice.trials)} runs)"
+        )

@@ -56,7 +56,20 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     )
     batches = first_of_all_phases(source, model.preset)
     source.close()
-    request = _plan_request(config, model.preset, batches)
+    cluster, loads = load_cluster(config.cluster), batch_loads(batches, model.preset)
+    memory = config.memory_bytes
+    request = PlanRequest(
+        model=model.preset,
+        cluster=cluster,
+        parallel=Parallelism(pp=dist.get_world_size()),
+        training=Training(mode=config.training_mode()),
+        schedule=config.schedule,
+        stages_per_rank=config.stages_per_rank,
+        num_micro_batches=len(batches),
+        memory_bytes=cluster.usable_memory_bytes if memory is None else memory,
+        loads=loads,
+        full=largest_micro_batch(loads),
+    )
     of_images, of_videos = source.image_token_id, source.video_token_id
     tokens = [of_images] if of_videos is None else [of_images, of_videos]
     profile = profile_step(model.stack, request, batches, tokens, options)
@@ -77,25 +90,6 @@ def first_of_all_phases(source: StepSource, model: ModelPreset) -> list[Batch]:
     raise ConfigError(
         f"none of the first {MOST_STEPS} steps has something for each of {' and '.join(phases)}:"
         " give more --micro-batches-per-step, a build with images, or use `python -m engine plan`"
-    )
-
-
-def _plan_request(
-    config: MeasureConfig, model: ModelPreset, batches: Sequence[Batch]
-) -> PlanRequest:
-    cluster, loads = load_cluster(config.cluster), batch_loads(batches, model)
-    memory = config.memory_bytes
-    return PlanRequest(
-        model=model,
-        cluster=cluster,
-        parallel=Parallelism(pp=dist.get_world_size()),
-        training=Training(mode=config.training_mode()),
-        schedule=config.schedule,
-        stages_per_rank=config.stages_per_rank,
-        num_micro_batches=len(batches),
-        memory_bytes=cluster.usable_memory_bytes if memory is None else memory,
-        loads=loads,
-        full=largest_micro_batch(loads),
     )
 
 

@@ -160,15 +160,11 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
         adapts = result is not None and not stops
         begun = _finish_step(run, batches, config, saves=stops, adapts=adapts) or now
         if stops:
-            raise _stopped(run.step - 1, config.state)
+            saved = "nothing is saved without --state"
+            if config.state is not None:
+                saved = f"saved in {config.state}; the same command continues there"
+            raise StoppedBySignal(f"stopped by SIGTERM after step {run.step - 1}: {saved}")
     return last
-
-
-def _stopped(step: int, state: Path | None) -> StoppedBySignal:
-    saved = "nothing is saved without --state"
-    if state is not None:
-        saved = f"saved in {state}; the same command continues there"
-    return StoppedBySignal(f"stopped by SIGTERM after step {step}: {saved}")
 
 
 def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> StepResult | None:

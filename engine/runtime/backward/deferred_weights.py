@@ -49,20 +49,18 @@ class _Product:
         assert gradient is not None
         weights, gradients = [self.weight], []
         with torch.no_grad():
-            gradients.append(self._weight_gradient(gradient, inputs))
+            if self.options:
+                weight_gradient = self._convolution_backward(gradient, inputs, of_input=False)
+            else:
+                rows = inputs.reshape(-1, inputs.shape[-1])
+                weight_gradient = gradient.reshape(-1, gradient.shape[-1]).t() @ rows
+            gradients.append(weight_gradient)
             if self.bias is not None and self.bias.requires_grad:
                 channels = 1 if self.options else gradient.dim() - 1
                 others = [dim for dim in range(gradient.dim()) if dim != channels]
                 weights.append(self.bias)
                 gradients.append(gradient.sum(others) if others else gradient)
         torch.autograd.backward(weights, gradients)
-
-    def _weight_gradient(self, gradient: Tensor, inputs: Tensor) -> Tensor:
-        if not self.options:
-            return gradient.reshape(-1, gradient.shape[-1]).t() @ inputs.reshape(
-                -1, inputs.shape[-1]
-            )
-        return self._convolution_backward(gradient, inputs, of_input=False)
 
     def _convolution_backward(self, gradient: Tensor, inputs: Tensor, *, of_input: bool) -> Tensor:
         options, masks = self.options, [of_input, not of_input, False]

@@ -40,7 +40,10 @@ def begin_state(folder: Path, step: int) -> Path:
 def finish_state(unfinished: Path, step: int, content: Mapping[str, Any]) -> Path:
     """Complete a state whose tensors are written; -> its final folder. DataError if it fails."""
     with _os_errors(unfinished, "written"):
-        _write_json(unfinished / PROGRESS_NAME, {"version": STATE_VERSION, **content})
+        with (unfinished / PROGRESS_NAME).open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"version": STATE_VERSION, **content}, indent=1))
+            file.flush()
+            os.fsync(file.fileno())
         return give_name(unfinished, step)
 
 
@@ -96,14 +99,6 @@ def _states(folder: Path) -> list[tuple[int, int, Path]]:
     """(step, repeat, folder) of complete states, oldest first."""
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
     return sorted((int(match[1]), int(match[2] or 0), path) for match, path in matches if match)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _flush(folder: Path) -> None:

@@ -103,7 +103,11 @@ class MainWeights:
                 _hand_over(weight, gradient_of(weight))
         with self._peer_errors():
             for weight in sharded:
-                _hand_over(weight, self._scattered(gradient_of(weight)))
+                assert self._mesh is not None
+                whole_gradient = DTensor.from_local(
+                    gradient_of(weight), self._mesh, [Partial()], run_check=False
+                )
+                _hand_over(weight, whole_gradient.redistribute(placements=[Shard(0)]))
 
     def gather(self) -> None:
         """Set all weights to what the optimizer made of them."""
@@ -153,12 +157,6 @@ class MainWeights:
                 local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
             )
         )
-
-    def _scattered(self, gradient: Tensor) -> Tensor:
-        """This replica's rows of the sum over replicas."""
-        assert self._mesh is not None
-        whole = DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[Shard(0)])
 
 
 def gradient_of(weight: nn.Parameter) -> Tensor:

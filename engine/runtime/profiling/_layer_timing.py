@@ -8,7 +8,7 @@ for it. Bytes are counted in separate passes, because counting is slow on a CPU 
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -204,7 +204,8 @@ def stage_bytes(
 
 def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
     """Count memory during a layer's passes."""
-    with _meter(layer.local.device) as meter:
+    device = layer.local.device
+    with nullcontext(_CudaMeter(device)) if device.type == "cuda" else LiveBytes() as meter:
         inputs = _copies(layer)
         input_storages = _storages(inputs)
         meter.restart()
@@ -331,12 +332,3 @@ class _CudaMeter:
 
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-@contextmanager
-def _meter(device: torch.device) -> Iterator[_CudaMeter | LiveBytes]:
-    if device.type == "cuda":
-        yield _CudaMeter(device)
-    else:
-        with LiveBytes() as memory:
-            yield memory

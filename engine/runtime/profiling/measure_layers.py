@@ -7,12 +7,14 @@ gradients and once with one after the other; counting bytes runs it about three 
 
 Times are those that schedules run. Deferring weight gradients costs a little by itself, so
 `weight_grad_ns` is what the weights add to the joint pass, unless the schedule defers them (zero
-bubble).
+bubble). Times of messages come from the latency and the time per byte of the slowest link.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -38,7 +40,6 @@ from isobatch.engine.runtime.profiling._layer_timing import (
     stage_inputs,
     stage_times,
 )
-from isobatch.engine.runtime.profiling._links import barrier, message_times
 from isobatch.engine.runtime.stage_executor import RankLayers
 from isobatch.engine.runtime.stage_io import Batch, StageTensors
 
@@ -46,6 +47,10 @@ _OF_PASSES = (*LayerTimes._fields, *LayerBytes._fields)
 _OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
 ADAM_MOMENTS = 2
 """Optimizer tensors as large as each trained parameter."""
+ROUNDS = 7
+"""Messages per size; the first warms up, the median of the others counts."""
+MIN_BYTES = 1 << 20
+"""Minimum size of a large message: enough for bytes to matter next to the latency."""
 
 _Tables = dict[str, IntArray]
 """`_OF_PASSES` (layers, micro_batches), `_OF_LAYERS` (layers,)."""
@@ -98,7 +103,15 @@ def measure_layers(
     """
     local, groups = pipeline._local, pipeline._groups
     names, kinds, phases = labels.names, labels.kinds, labels.phases
-    _check(local, batches, loads, labels)
+    count = local.borders[-1]
+    if len(names) != count or len(kinds) != count:
+        raise ConfigError(
+            f"{len(names)} names and {len(kinds)} kinds; the model has {count} layers"
+        )
+    if len(loads) != len(batches) or not batches:
+        raise ConfigError(
+            f"{len(batches)} micro-batches and {len(loads)} loads; give as many, and at least one"
+        )
     options = options or MeasureOptions()
     # measure
     with _preserve_gradients(local.layers.values()), preserve_rng(local.device):
@@ -116,7 +129,7 @@ def measure_layers(
         kinds=parts,
         **{name: _equal_per_kind(values, parts, name) for name, values in columns.items()},
         sent_bytes=sent,
-        send_ns=message_times(groups, sent, local.device),
+        send_ns=_message_times(groups, sent, local.device),
         state_bytes=tables["state_bytes"],
         param_counts=tables["param_counts"],
         sends_grad=np.arange(len(kinds)) >= local.first_trained,
@@ -125,16 +138,6 @@ def measure_layers(
     phases_of_parts = {part: phases[kind] for part, kind in pairs if kind in phases}
     mode = pipeline._options.mode
     return make_profile(costs, loads, phases_of_parts, mode.precision if mode else None)
-
-
-def _check(local: RankLayers, batches: Sequence[Batch], loads: Loads, labels: LayerLabels) -> None:
-    count, names, kinds = local.borders[-1], len(labels.names), len(labels.kinds)
-    if names != count or kinds != count:
-        raise ConfigError(f"{names} names and {kinds} kinds; the model has {count} layers")
-    if len(loads) != len(batches) or not batches:
-        raise ConfigError(
-            f"{len(batches)} micro-batches and {len(loads)} loads; give as many, and at least one"
-        )
 
 
 @contextmanager
@@ -161,7 +164,7 @@ def _measure(pipeline: Pipeline, batches: Sequence[Batch], repeats: int) -> _Tab
     for number, batch in enumerate(batches):
         inputs = stage_inputs(local, groups, batch)
         for rank in range(1 if together else len(groups.ranks)):
-            barrier(groups, local.device)
+            _barrier(groups, local.device)
             if together or rank == groups.rank:
                 for stage, stage_tensors in inputs.items():
                     runs = [
@@ -269,3 +272,48 @@ def _equal_per_kind(values: IntArray, kinds: Sequence[str], name: str) -> IntArr
         is_time = name.endswith("_ns")
         result[rows] = np.rint(np.median(of_kind, axis=0)) if is_time else of_kind.max(axis=0)
     return result
+
+
+def _message_times(groups: ProcessGroups, num_bytes: IntArray, device: torch.device) -> IntArray:
+    """Times of messages over a pipeline's slowest link, int64 ns; an empty message takes none.
+
+    All its ranks call it; all get the same. Measures half a round trip of a tiny message and of the
+    largest, link after link; others are in between. All times are 0 with a single rank.
+    """
+    slowest = torch.zeros(2, dtype=torch.float64, device=device)
+    sizes = (1, max(int(num_bytes.max(initial=0)), MIN_BYTES))
+    for first in range(len(groups.ranks) - 1):
+        if groups.rank in (first, first + 1):
+            small, large = (_one_way_ns(groups, first, size, device) for size in sizes)
+            slope = max(0.0, large - small) / sizes[1]
+            link_times = torch.tensor([small, slope], dtype=torch.float64, device=device)
+            slowest = torch.maximum(slowest, link_times)
+        _barrier(groups, device)
+    all_reduce(slowest, groups.pipeline, dist.ReduceOp.MAX)
+    latency_ns, ns_per_byte = slowest.tolist()
+    times = (latency_ns + num_bytes * ns_per_byte) * (num_bytes > 0)
+    return np.asarray(np.rint(times), np.int64)
+
+
+def _barrier(groups: ProcessGroups, device: torch.device) -> None:
+    """Wait until all ranks of the pipeline are here."""
+    token = torch.zeros(1, device=device)
+    all_reduce(token, groups.pipeline)
+    token.item()
+
+
+def _one_way_ns(groups: ProcessGroups, first: int, size: int, device: torch.device) -> float:
+    """Half a round trip from rank `first` to the next, as either of them measures it."""
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter_ns()
+        if groups.rank == first:
+            groups.send(message, first + 1)
+            groups.receive(message, first + 1)
+        else:
+            groups.receive(message, first)
+            groups.send(message, first)
+        message[0].item()  # waits until it has arrived
+        times.append((time.perf_counter_ns() - begun) / 2)
+    return median(times[1:])

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
-from isobatch.engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
+from isobatch.engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, search_bmp
 from isobatch.engine.planning.recompute import InfeasiblePlan
 from isobatch.engine.runtime.communication.collectives import broadcast, gather_objects
 from isobatch.engine.runtime.errors import PeerLost
@@ -196,7 +195,10 @@ def temporary_pipelines(model: LayerStack) -> Iterator[None]:
 
     Nothing is restored if a rank is lost, which ends the run.
     """
-    devices = [_device_of(layer) for layer in model.layers]
+    devices = [
+        next((tensor.device for tensor in chain(layer.parameters(), layer.buffers())), None)
+        for layer in model.layers
+    ]
     groups = set(dist.distributed_c10d._world.pg_map)
     try:
         yield
@@ -222,10 +224,6 @@ def _restore(
         torch.cuda.empty_cache()
 
 
-def _device_of(layer: nn.Module) -> torch.device | None:
-    return next((tensor.device for tensor in chain(layer.parameters(), layer.buffers())), None)
-
-
 def write_evidence(measured: MeasuredPartitions, path: Path) -> None:
     """Write what was tried and chosen as JSON."""
     path.write_text(json.dumps(evidence(measured), indent=1) + "\n", "utf-8")
@@ -240,25 +238,24 @@ def evidence(measured: MeasuredPartitions) -> dict[str, Any]:
         "chosen": bmp.best.borders.tolist(),
         "chosen_step_ms": _ms(bmp.best.step_ns),
         "anchor": bmp.anchor.tolist(),
-        "candidates": [_row(candidate, trial) for candidate, trial in rows],
+        "candidates": [
+            {
+                "borders": candidate.borders.tolist(),
+                "metric_ms": candidate.metric_ms,
+                "variance_ms2": candidate.variance_ms2,
+                "comm_bytes": candidate.comm_bytes,
+                "recompute": list(trial.recompute),
+                "predicted_ms": _ms(trial.predicted_ns),
+                "steps_ms": [_ms(time) for time in trial.steps_ns],
+                "median_ms": _ms(candidate.step_ns),
+                "failure": trial.failure,
+            }
+            for candidate, trial in rows
+        ],
         "host": platform.node(),
         "processor": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "torch": torch.__version__,
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-    }
-
-
-def _row(candidate: PartitionCandidate, trial: PartitionTrial) -> dict[str, Any]:
-    return {
-        "borders": candidate.borders.tolist(),
-        "metric_ms": candidate.metric_ms,
-        "variance_ms2": candidate.variance_ms2,
-        "comm_bytes": candidate.comm_bytes,
-        "recompute": list(trial.recompute),
-        "predicted_ms": _ms(trial.predicted_ns),
-        "steps_ms": [_ms(time) for time in trial.steps_ns],
-        "median_ms": _ms(candidate.step_ns),
-        "failure": trial.failure,
     }
 
 

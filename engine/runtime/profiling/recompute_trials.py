@@ -126,16 +126,13 @@ class StepObserver:
     def _run(self) -> None:
         for batches in self._steps:
             self._pipeline.step(batches, 1)  # the normalizer does not matter for memory
-            self._drop_gradients()  # each step begins without, as in training
+            self._pipeline.drop_gradients()  # each step begins without, as in training
 
     def _release(self) -> None:
         """Hold nothing that the steps have left."""
-        self._drop_gradients()
+        self._pipeline.drop_gradients()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _drop_gradients(self) -> None:
-        self._pipeline.drop_gradients()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,28 +181,22 @@ def adapt_running(
             "schedule": schedule.name,
             "borders": list(local.borders),
             "kinds": list(costs.kinds),
-            **_as_json(adapted),
+            "trials": [
+                {
+                    "recompute": trial.recompute.tolist(),
+                    "left_bytes": None if trial.left_bytes is None else trial.left_bytes.tolist(),
+                    "out_of_memory": list(trial.ran_out),
+                }
+                for trial in adapted.trials
+            ],
+            "held_bytes": adapted.held_bytes,
+            "chosen": {
+                "recompute": adapted.recompute.tolist(),
+                "left_bytes": adapted.left_bytes.tolist(),
+            },
         }
         options.evidence.write_text(f"{json.dumps(table, indent=1)}\n")
     return adapted
-
-
-def _as_json(adapted: AdaptedRecompute) -> dict[str, object]:
-    """The trials, their results and the choice."""
-    trials = [
-        {
-            "recompute": trial.recompute.tolist(),
-            "left_bytes": None if trial.left_bytes is None else trial.left_bytes.tolist(),
-            "out_of_memory": list(trial.ran_out),
-        }
-        for trial in adapted.trials
-    ]
-    recompute, left_bytes = adapted.recompute.tolist(), adapted.left_bytes.tolist()
-    return {
-        "trials": trials,
-        "held_bytes": adapted.held_bytes,
-        "chosen": {"recompute": recompute, "left_bytes": left_bytes},
-    }
 
 
 def _agree_on_costs(costs: Costs, num_layers: int) -> Costs:

@@ -7,8 +7,7 @@ transformers is an optional dependency that takes seconds to import: it is impor
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,10 @@ def _safetensors_error() -> type[Exception]:
 
 def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
     """(model, weights that are missing or have another shape)."""
-    with _without_warnings(transformers):
+    # transformers prints a table of what does not fit: our error says it in one line
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
         model, info = transformers.AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -143,19 +145,10 @@ def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     return model, sorted([*info["missing_keys"], *mismatched])
-
-
-@contextmanager
-def _without_warnings(transformers: Any) -> Iterator[None]:
-    """Suppress transformers' table of what does not fit: our error says it in one line."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
 
 
 def _check_fits(model: Any, name: str, path: Path | None, source: StepSource) -> None:

@@ -118,7 +118,10 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
                 f"--config {config}: the model tiny has none; give --model {', '.join(RULES)}"
             )
         stack = make_tiny_vlm(preset, source.vocab_size, source.image_token_id)
-        return PipelineModel(stack=stack, preset=_tiny_preset(preset, source.vocab_size))
+        tiny = load_model(TINY)
+        assert tiny.llm is not None  # a preset of ours
+        llm = replace(tiny.llm, vocab_size=source.vocab_size)
+        return PipelineModel(stack=stack, preset=replace(preset, vit=tiny.vit, llm=llm))
     whole = read_model(name, config, source)
     stack = from_transformers(whole)
     return PipelineModel(stack=stack, preset=preset_from_model(whole, stack, preset), whole=whole)
@@ -128,13 +131,6 @@ def kinds_text(names: Sequence[str]) -> str:
     """Layers by kind, for people: '1 patch_embedding, 2 vision_layer'."""
     kinds = Counter(name.split()[0] for name in names)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-
-
-def _tiny_preset(preset: ModelPreset, vocab_size: int) -> ModelPreset:
-    """A build's preset with the sizes of the tiny model."""
-    tiny = load_model(TINY)
-    assert tiny.llm is not None  # a preset of ours
-    return replace(preset, vit=tiny.vit, llm=replace(tiny.llm, vocab_size=vocab_size))
 
 
 def _model_name(option: str | None, config: Path | None, preset: ModelPreset) -> str:
