@@ -179,14 +179,17 @@ def gib_bytes(memory_gib: float) -> int:
 
 def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     """The request, and of a build random micro-batches to compare with."""
-    cluster, memory_gib = load_cluster(config.cluster), config.memory_gib
+    cluster = load_cluster(config.cluster)
+    memory_gib = config.memory_gib
     random = None
     if config.build is None:
-        model, loads = find_model(config.model or ""), _equal_loads(config)
+        model = find_model(config.model or "")
+        loads = _equal_loads(config)
         full = loads.take(np.zeros(1, np.int64))
     else:
         build = read_build(Path(config.build))
-        model, full = build.model, build.full_micro_batch()
+        model = build.model
+        full = build.full_micro_batch()
         size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
         asked = {n: getattr(config, n) for n in ("dp", "micro_batches", "steps", "seed")}
         loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)

@@ -8,7 +8,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isobatch.engine.charts.format_time import time_text
 from isobatch.engine.charts.trace import TraceStep, path_parts
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.parallel import head_notes
@@ -19,6 +18,7 @@ from isobatch.engine.planning.search.limits import SearchProgress
 from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30
+TIME_UNITS = ((10**6, "ms"), (10**3, "us"))
 
 
 def print_result(result: PlanResult, console: Console) -> None:
@@ -141,7 +141,8 @@ def memory_text(plan: Plan) -> str:
 
 def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
     """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak."""
-    mode, layers = plan.training.mode, layers_of(plan.model, plan.parallel)
+    mode = plan.training.mode
+    layers = layers_of(plan.model, plan.parallel)
     rank_layers = [
         layers[layer]
         for stage in range(rank, len(plan.borders) - 1, plan.parallel.pp)
@@ -287,6 +288,21 @@ def run_to_json(run: SimulatedRun) -> dict[str, Any]:
         "peak_bytes": run.peak_bytes.tolist(),
         "time_shares": time_shares(run),
     }
+
+
+def time_text(time_ns: float) -> str:
+    """A time for people, three digits or a bit more.
+
+    >>> [time_text(value) for value in (0, 999, 1_500, 12_345_678, 1_234_567_890, 12_345_678_901)]
+    ['0', '999 ns', '1.5 us', '12.3 ms', '1,235 ms', '12.35 s']
+    """
+    if time_ns >= 10**10:
+        return f"{time_ns / 10**9:,.2f} s"
+    for size, unit in TIME_UNITS:
+        if time_ns >= size:
+            value = time_ns / size
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{float(f'{value:.3g}'):g} {unit}"
+    return f"{time_ns:g} ns" if time_ns else "0"
 
 
 def _without_number(name: str) -> str:

@@ -69,7 +69,8 @@ def write_trace(steps: Sequence[TraceStep], path: Path) -> None:
 def path_parts(step: TraceStep) -> dict[str, int]:
     """Parts of the critical path, in nanoseconds; they add up to the step."""
     timeline = step.simulated.timeline
-    schedule, path = timeline.program.schedule, critical_path(timeline)
+    schedule = timeline.program.schedule
+    path = critical_path(timeline)
     kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
     parts = {name: int(spent[kinds == kind].sum()) for kind, name in KIND_NAMES.items()}
     if step.recompute_ns is not None:
@@ -149,7 +150,8 @@ def _recomputations(timeline: Timeline, recompute_ns: IntArray) -> Iterator[Even
 def _sends(timeline: Timeline) -> Iterator[Event]:
     """Sends between ranks, each with an arrow to the pass that waits for it."""
     schedule = timeline.program.schedule
-    sent, ranks = transfers(timeline), schedule.ranks.tolist()
+    sent = transfers(timeline)
+    ranks = schedule.ranks.tolist()
     for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
         start, end = sent.start_ns[edge], sent.end_ns[edge]

@@ -98,7 +98,8 @@ def layer_names(layers: Sequence[Layer]) -> tuple[str, ...]:
     >>> layer_names(layers_of(load_model("tiny"), Parallelism()))[1:4]
     ('vision_layer 0', 'vision_layer 1', 'vision_projector')
     """
-    counts, numbers = Counter(layer.kind for layer in layers), Counter[str]()
+    counts = Counter(layer.kind for layer in layers)
+    numbers = Counter[str]()
     names = []
     for layer in layers:
         kind = layer.kind
@@ -149,7 +150,8 @@ class _Device:
         return measure[type(operation)](operation)
 
     def _product(self, product: MatMul) -> _Times:
-        tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
+        tokens = self.tokens(product.stream)
+        weights = product.inputs * product.outputs
         width = min(product.inputs, product.outputs)
         speed = self.peak_flops_per_s * self.cluster.efficiency(width)
         flops, size = 2.0 * weights * tokens, self.training.mode.weight_bytes
@@ -161,7 +163,8 @@ class _Device:
         return _Times(forward=forward, input_grad=forward, weight_grad=added)
 
     def _attention(self, attention: Attention) -> _Times:
-        tokens, peak = self.tokens(attention.stream), self.peak_flops_per_s
+        tokens = self.tokens(attention.stream)
+        peak = self.peak_flops_per_s
         squares: IntArray = getattr(self.loads, attention.stream.phase).squares
         flops = (2.0 if attention.causal else 4.0) * attention.width * squares
         size = self.training.mode.weight_bytes
@@ -184,7 +187,8 @@ class _Device:
         )
 
     def _collective(self, collective: Collective) -> _Times:
-        tokens, tp = self.tokens(collective.stream), self.parallel.tp
+        tokens = self.tokens(collective.stream)
+        tp = self.parallel.tp
         link = self.parallel.tensor_link(self.cluster)
         token_bytes = self.scale * collective.bytes_per_token
         once = travel_ns(token_bytes * tokens * (tp - 1) / tp, link)
@@ -215,7 +219,8 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         is_product = [isinstance(operation, MatMul) for operation in layer.operations]
         first = is_product.index(True) if any(is_product) else len(times)
         input_grad = sum((time.input_grad for time in times[first + 1 :]), zeros)
-    tokens, scale = device.tokens(layer.stream), device.scale
+    tokens = device.tokens(layer.stream)
+    scale = device.scale
     saved = (layer.saved.trained if trained else layer.saved.frozen) * tokens
     sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)

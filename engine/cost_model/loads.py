@@ -86,7 +86,8 @@ class Loads:
         >>> loads.vision.tokens.tolist(), loads.llm.squares.tolist()
         ([9225, 9225], [16777216, 16777216])
         """
-        ones, tokens = np.ones(count, np.int64), images * vit_tokens_per_image
+        ones = np.ones(count, np.int64)
+        tokens = images * vit_tokens_per_image
         vision = PhaseLoads(tokens * ones, tokens * vit_tokens_per_image * ones, images * ones)
         llm = PhaseLoads(seq_len * ones, seq_len**2 // samples * ones, samples * ones)
         return cls(vision=vision, audio=PhaseLoads.nothing(count), llm=llm)

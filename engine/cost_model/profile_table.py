@@ -149,7 +149,8 @@ def read_profile(path: str | Path) -> Profile:
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """Plain values for JSON."""
-    costs, layers = profile.costs, zip(profile.names, profile.layers, strict=True)
+    costs = profile.costs
+    layers = zip(profile.names, profile.layers, strict=True)
     loads = profile.loads.to_lists()
     return {
         "version": VERSION,

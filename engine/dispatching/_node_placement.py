@@ -81,7 +81,20 @@ def place_batches(
     batches = np.ascontiguousarray(batches, np.int64)
     source_offsets = np.ascontiguousarray(source_offsets, np.int64)
     num_ranks = len(source_offsets) - 1
-    _check(lengths, batches, source_offsets, ranks_per_node)
+    if ranks_per_node < 1 or num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
+    equal = len(lengths) == len(batches) == source_offsets[-1]
+    if not equal or source_offsets[0] != 0 or (np.diff(source_offsets) < 0).any():
+        raise ValueError(
+            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {source_offsets[0]} to"
+            f" {source_offsets[-1]}; give one of each per example, and ascending offsets from 0"
+        )
+    in_range = not len(batches) or 0 <= batches.min() <= batches.max() < num_ranks
+    if not in_range or lengths.min(initial=0) < 0:
+        raise ValueError(
+            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
+            f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
+        )
     if len(lengths) == 0:
         return np.arange(num_ranks)
     ranks_per_node = min(ranks_per_node, num_ranks)
@@ -96,24 +109,6 @@ def place_batches(
     node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
     _fill(step, placement, np.repeat(node_of_rank, np.diff(source_offsets)))
     return np.asarray(_ranks_inside(step, placement), dtype=np.int64)
-
-
-def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
-    num_ranks = len(offsets) - 1
-    if ranks_per_node < 1 or num_ranks < 1:
-        raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
-    equal = len(lengths) == len(batches) == offsets[-1]
-    if not equal or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(
-            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to"
-            f" {offsets[-1]}; give one of each per example, and ascending offsets from 0"
-        )
-    in_range = not len(batches) or 0 <= batches.min() <= batches.max() < num_ranks
-    if not in_range or lengths.min(initial=0) < 0:
-        raise ValueError(
-            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
-            f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
-        )
 
 
 def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
@@ -363,7 +358,8 @@ def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untype
         for slot in range(len(held)):
             if incoming[local] <= held[slot, local]:
                 continue
-            out, gain = placement.members[node, slot], _gain(sends, held[slot], incoming, target)
+            out = placement.members[node, slot]
+            gain = _gain(sends, held[slot], incoming, target)
             # the other node rarely gains anything: last, because it is expensive
             if gain > gains[-1] and other >= 0:
                 other_first, other_sends = _node_sends(placement, other)

@@ -151,7 +151,8 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     >>> from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3])).order.tolist()
     [1, 0, 2]
     """
-    num_ranks, target_ranks = len(source_offsets) - 1, np.asarray(target_ranks, dtype=np.int64)
+    num_ranks = len(source_offsets) - 1
+    target_ranks = np.asarray(target_ranks, dtype=np.int64)
     if len(target_ranks) and not (target_ranks.min() >= 0 and target_ranks.max() < num_ranks):
         raise ValueError(
             f"target ranks {target_ranks.min()} to {target_ranks.max()}; "

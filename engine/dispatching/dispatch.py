@@ -175,7 +175,8 @@ def _having(examples: Examples, phase: str) -> IntArray:
 
 def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArray:
     """Batch of each example of the phase, by the phase's algorithm."""
-    indices, count = _having(examples, phase), examples.num_ranks
+    indices = _having(examples, phase)
+    count = examples.num_ranks
     lengths, squares = examples.lengths[phase][indices], examples.squares[phase][indices]
     weight = options.square_weights.get(phase, 0.0)
     algorithm = options.algorithms[phase]
@@ -263,7 +264,8 @@ class DispatchedSteps:
         """(numbers of the samples, their plan)."""
         group_numbers = np.arange(samples.dp) * samples.micro_batches + number
         groups = Groups(np.arange(len(samples)), samples.offsets).take(group_numbers)
-        counts, downsample = samples.counts.take(groups.samples), self.audio_downsample
+        counts = samples.counts.take(groups.samples)
+        downsample = self.audio_downsample
         examples = Examples.of_counts(counts, groups.offsets, audio_downsample=downsample)
         return groups.samples, plan_dispatch(examples, replace(self.options, reads_directly=True))
 

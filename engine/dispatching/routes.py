@@ -69,7 +69,8 @@ def feature_moves(
         raise ConfigError(
             f"ranks and encoders have {sorted(rounds)} batches in one step; give all equally many"
         )
-    numbers, users = range(max(rounds)), work.micro_batches
+    numbers = range(max(rounds))
+    users = work.micro_batches
     return {
         name: tuple(_move(makers, users, features[name], number) for number in numbers)
         for name, makers in work.encoders.items()

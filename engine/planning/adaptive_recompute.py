@@ -189,7 +189,8 @@ class _Adaptation:
             return
         # (runs, stages, kinds), (runs, stages)
         off, left_bytes = (np.stack(arrays) for arrays in zip(*self.finished(), strict=True))
-        less, known = left_bytes[0] - left_bytes, np.flatnonzero(self.is_known)
+        less = left_bytes[0] - left_bytes
+        known = np.flatnonzero(self.is_known)
         holds = (off * self.in_flight[:, np.newaxis])[:, :, known].reshape(-1, len(known))
         self.held[known] = np.maximum(np.linalg.lstsq(holds, less.ravel(), rcond=None)[0], 0.0)
 
@@ -202,7 +203,8 @@ class _Adaptation:
         """Step 4: the choice of least time that should fit into each stage."""
         off = np.zeros_like(self.sizes)
         for stage, size in enumerate(self.sizes):
-            able, held = np.where(self.is_known, size, 0), self.held * self.in_flight[stage]
+            able = np.where(self.is_known, size, 0)
+            held = self.held * self.in_flight[stage]
             off[stage] = _most_saved(able, held, self.each_ns, self.free_bytes(stage))
         return self.layers(off)
 

@@ -87,7 +87,8 @@ def search_bmp(
     candidates = rank_candidates(costs, anchor, radius=radius, max_count=most_run, extra=extra)
     if not any(np.array_equal(one.borders, anchor) for one in candidates):
         candidates.append(candidate(costs, anchor, extra))
-    done, failure = [], None
+    done = []
+    failure = None
     for one in candidates:
         try:
             time = step_ns(one.borders)
@@ -106,7 +107,8 @@ def search_bmp_within(costs: Costs, schedule: Schedule, memory_bytes: int) -> Bm
 
     Where ranks have several stages, which share a memory, the ranking ignores recomputation.
     """
-    num_stages, step_ns = schedule.num_stages, fitted_step(costs, schedule, memory_bytes)
+    num_stages = schedule.num_stages
+    step_ns = fitted_step(costs, schedule, memory_bytes)
     chooser = RecomputeChooser(costs, schedule, memory_bytes)
     chosen = chooser.choose(greedy_anchor(costs, num_stages))
     if num_stages > schedule.num_ranks or (chosen is not None and not chosen.any()):

@@ -107,7 +107,8 @@ def plan(
     `search`: `exact` or `bmp`. `limits`: of the exact search. InfeasiblePlan if nothing fits into
     memory.
     """
-    pipelines, full = request.split(request.costs(request.loads)), request.costs(request.full_step)
+    pipelines = request.split(request.costs(request.loads))
+    full = request.costs(request.full_step)
     # times of a typical step, that of median forward time; memory of the largest
     work = [int(costs.forward_ns.sum()) for costs in pipelines]
     median = int(np.argsort(work, kind="stable")[len(work) // 2])
@@ -117,7 +118,8 @@ def plan(
     name = "the plan: searched partition, as little recomputed as fits"
     best = simulate_run(request, name, pipelines, request.loads, borders, recompute)
     # the search is for one step: over all of them, the simpler partition may be faster
-    schedule, careful = request.make_schedule(), runs[-1]
+    schedule = request.make_schedule()
+    careful = runs[-1]
     at_full = evaluate(typical, careful.borders, careful.recompute, schedule)
     if careful.step_ns < best.step_ns and at_full.fits(request.memory_bytes):
         best = replace(careful, name="the plan: even layers, as little recomputed as fits")
@@ -194,7 +196,8 @@ def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
     """The plan of a run's partition; `full`: costs of a step of the largest micro-batches."""
     at_full = evaluate(full, run.borders, run.recompute, request.make_schedule())
     stages = [step.stages for step in run.steps]
-    layers, trains = layers_of(request.model, request.parallel), request.training.trains
+    layers = layers_of(request.model, request.parallel)
+    trains = request.training.trains
     params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
     params = _by_rank(params, run.borders, request)
     reduction = reduction_ns(params, request.cluster, request.parallel, request.training)
@@ -269,7 +272,8 @@ def _search(
     costs: Costs, request: PlanRequest, search: str, limits: SearchLimits
 ) -> tuple[IntArray, BoolArray, int | None]:
     """-> (borders, recompute, lower bound of a step's time if it is known)."""
-    schedule, memory = request.make_schedule(), request.memory_bytes
+    schedule = request.make_schedule()
+    memory = request.memory_bytes
     if search == "exact":
         result = search_exact(costs, schedule, memory, limits)
         return result.borders, result.recompute, result.lower_bound_ns

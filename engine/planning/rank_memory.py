@@ -271,7 +271,10 @@ def minimal_choices(  # type: ignore[no-untyped-def]
     for group in np.argsort(-each_ns):
         _set_least(groups, rank, group)
     counts[0] = groups.counts
-    num_found, tried, least_ns, changed = 1, 0, (groups.counts * each_ns).sum(), -1
+    num_found = 1
+    tried = 0
+    least_ns = (groups.counts * each_ns).sum()
+    changed = -1
     # all choices, the first group's number changing slowest
     while tried < MOST_TRIED and num_found < MOST_FOUND:
         tried += 1

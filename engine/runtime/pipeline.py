@@ -97,7 +97,8 @@ class Pipeline:
         self.steps_run = 0
         """Steps so far, on which dropout depends; set it when training resumes from a state."""
         self._checked = False
-        device, rank = torch.device(self._options.device), self._groups.rank
+        device = torch.device(self._options.device)
+        rank = self._groups.rank
         open_links(self._groups, device)
         encodes = rank in (0, *ahead) and model.first_trained <= cuts[1]
         encoder = model.layers[: model.first_trained] if encodes else []
@@ -268,7 +269,8 @@ class Pipeline:
 
     def _check_schedule(self, schedule: Schedule) -> None:
         """ConfigError if this pipeline cannot run a schedule; the same on all ranks."""
-        local, num_ranks = self._local, len(self._groups.ranks)
+        local = self._local
+        num_ranks = len(self._groups.ranks)
         num_stages = len(local.borders) - 1
         if (schedule.num_stages, schedule.num_ranks) != (num_stages, num_ranks):
             raise ConfigError(
@@ -359,8 +361,13 @@ def _check_same_step(
     sample ids and shapes at the cuts of all micro-batches. Costs one small message.
     """
     actions = (schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets)
+    described = []
+    for batch in batches:
+        cuts = [sorted(local.specs(cut, batch).items()) for cut in local.borders[1:-1]]
+        tensors = [[(name, spec.shape, str(spec.dtype)) for name, spec in cut] for cut in cuts]
+        described.append([getattr(batch, "sample_ids", None), *tensors])
     parts = {
-        "micro-batches": repr([_describe(local, batch) for batch in batches]).encode(),
+        "micro-batches": repr(described).encode(),
         "normalizers": str(normalizer).encode(),
         "schedules": b"".join(part.astype("<i8").tobytes() for part in actions),
     }
@@ -376,15 +383,3 @@ def _check_same_step(
             f"the ranks {list(groups.ranks)} of a pipeline were given different"
             f" {', '.join(differing)}; give each the same"
         )
-
-
-def _describe(local: RankLayers, batch: Batch) -> list[object]:
-    """Sample ids of a micro-batch, and its tensors at each cut."""
-    crossings = (local.specs(cut, batch) for cut in local.borders[1:-1])
-    return [
-        getattr(batch, "sample_ids", None),
-        *(
-            [(name, spec.shape, str(spec.dtype)) for name, spec in sorted(crossing.items())]
-            for crossing in crossings
-        ),
-    ]

@@ -51,7 +51,8 @@ class StageCosts:
         sends_grad: BoolArray,
     ) -> "StageCosts":
         """Stages with these times of passes, without memory and with immediate sends."""
-        names, zeros = (f.name for f in fields(cls)), np.zeros_like(forward_ns)
+        names = (f.name for f in fields(cls))
+        zeros = np.zeros_like(forward_ns)
         values: dict[str, Any] = dict.fromkeys(names, zeros)
         values |= {"forward_ns": forward_ns, "input_grad_ns": input_grad_ns}
         values |= {"weight_grad_ns": weight_grad_ns, "sends_grad": sends_grad}

@@ -67,7 +67,8 @@ class RecomputeAdapter:
 
     def step(self, pipeline: Pipeline, batches: SourceStep) -> StepResult:
         """A training step, repeated with all layers recomputed if memory runs out. OutOfMemory."""
-        micro_batches, normalizer = list(batches), batches[0].loss_normalizer
+        micro_batches = list(batches)
+        normalizer = batches[0].loss_normalizer
         rng = torch.get_rng_state(), torch.cuda.get_rng_state() if self._on_gpu else None
         try:
             return pipeline.step(micro_batches, normalizer)

@@ -56,7 +56,8 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     )
     batches = first_of_all_phases(source, model.preset)
     source.close()
-    cluster, loads = load_cluster(config.cluster), batch_loads(batches, model.preset)
+    cluster = load_cluster(config.cluster)
+    loads = batch_loads(batches, model.preset)
     memory = config.memory_bytes
     request = PlanRequest(
         model=model.preset,

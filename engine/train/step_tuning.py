@@ -37,7 +37,8 @@ def make_tuner(
     if memory is None and plan is not None:
         memory = plan.memory_bytes
     profile = read_model_profile(config, plan, model)
-    cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
+    cost = partial(costs_of, profile, model.trained)
+    borders = np.array(layout.borders)
     measured = cost(profile.loads)
     encode = config.encode
     if encode is None:
@@ -71,7 +72,8 @@ def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs
 
 def read_model_profile(config: TrainConfig, plan: Plan | None, model: PipelineModel) -> Profile:
     """The profile of a model's layers. ConfigError if it is of others, by names, sizes or dtype."""
-    path, mode = config.profile, config.training_mode(plan.training.mode if plan else None)
+    path = config.profile
+    mode = config.training_mode(plan.training.mode if plan else None)
     if path is None:
         raise ConfigError("no --profile: give profile.json of `python -m engine measure`")
     profile = read_profile(path)

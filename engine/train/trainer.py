@@ -122,7 +122,8 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
 
     StoppedBySignal on all ranks if any of them got SIGTERM: the step is finished and saved.
     """
-    first, stop = run.step, StopSignal()
+    first = run.step
+    stop = StopSignal()
     with stop.noting():
         last = _run_steps(run, config, stop)
     if config.trace and last is not None:
@@ -135,7 +136,9 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
 
 def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepResult | None:
     """The loop; -> the last step that was not skipped."""
-    begun, before, last = time.perf_counter(), run.source.stats(), None
+    begun = time.perf_counter()
+    before = run.source.stats()
+    last = None
     for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
         after = run.source.stats()
         result = train_step(run, batches, config)

@@ -35,7 +35,8 @@ def pack_in_order(lengths: IntArray, max_len: int) -> Groups:
     >>> pack_in_order(np.array([3, 2, 4, 9, 1]), 6).offsets.tolist()
     [0, 2, 3, 4, 5]
     """
-    offsets, filled = [0], 0
+    offsets = [0]
+    filled = 0
     for place, length in enumerate(np.asarray(lengths).tolist()):
         if place > offsets[-1] and filled + length > max_len:
             offsets.append(place)

@@ -99,7 +99,8 @@ def where_to_encode(
         return nothing_ahead(schedule)
     allowed = np.full(schedule.num_ranks, where == "any")
     allowed[0] = True
-    window, reserved = stages.num_micro_batches, np.zeros(schedule.num_ranks, np.int64)
+    window = stages.num_micro_batches
+    reserved = np.zeros(schedule.num_ranks, np.int64)
     if memory_bytes is not None:
         free = memory_bytes - memory_of(schedule, stages).peak_bytes
         feature_bytes = int(encoder.feature_bytes.max(initial=0))

@@ -155,7 +155,8 @@ def _split(values, weights, num_clusters):  # type: ignore[no-untyped-def]
                 if reached < best[clusters, end]:
                     best[clusters, end], cut[clusters, end] = reached, start
     # back from the last value
-    labels, end = np.empty(num_values, np.int64), num_values
+    labels = np.empty(num_values, np.int64)
+    end = num_values
     for clusters in range(num_clusters, 0, -1):
         labels[cut[clusters, end] : end] = clusters - 1
         end = cut[clusters, end]

@@ -102,7 +102,11 @@ class TunedSteps:
     def plan(self, samples: StepRequest) -> TunedStep:
         """The same with predicted times; of all ranks if none of them asks."""
         loads = self.loads(samples.counts)
-        groups = [self._rank_groups(samples, rank) for rank in range(samples.dp)]
+        # each rank's micro-batches that hold samples
+        groups = []
+        for first in range(0, samples.dp * samples.micro_batches, samples.micro_batches):
+            offsets = np.unique(samples.offsets[first : first + samples.micro_batches + 1])
+            groups.append(Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0]))
         untuned_ns = self._slowest_ns(loads, groups, memory_bytes=None)
         chosen = groups
         if samples.dp > 1 and len(samples):
@@ -124,15 +128,10 @@ class TunedSteps:
             fingerprint=_digest([np.sort(part.samples) for part in chosen]),
         )
 
-    def _rank_groups(self, samples: StepRequest, rank: int) -> Groups:
-        """A rank's micro-batches that hold samples."""
-        first, last = rank * samples.micro_batches, (rank + 1) * samples.micro_batches
-        offsets = np.unique(samples.offsets[first : last + 1])
-        return Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0])
-
     def _assign(self, loads: Loads, groups: list[Groups]) -> list[Groups]:
         """All samples assigned to ranks by cost, in micro-batches of even cost."""
-        lengths, count = loads.llm.tokens, sum(map(len, groups))
+        lengths = loads.llm.tokens
+        count = sum(map(len, groups))
         costs = marginal_costs(self.pipeline.cost, loads, self.pipeline.recompute, count)
         largest = max(int(samples.sum(lengths).max(initial=1)) for samples in groups)
         weights = sum(costs.values(), np.zeros(len(lengths)))
@@ -151,12 +150,14 @@ class TunedSteps:
 
         NEVER if one needs more memory.
         """
-        pipeline, filled = self.pipeline, [part for part in ranks if len(part.samples)]
+        pipeline = self.pipeline
+        filled = [part for part in ranks if len(part.samples)]
         if not filled:
             return 0
         costs = pipeline.cost(joined_loads([packed_loads(loads, part) for part in filled]))
         stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
-        ends, slowest_ns = np.cumsum([0, *map(len, filled)]), 0
+        ends = np.cumsum([0, *map(len, filled)])
+        slowest_ns = 0
         for first, end in pairwise(ends.tolist()):
             schedule = schedule_for(
                 pipeline.schedule, pipeline.borders, end - first, pipeline.stages_per_rank

@@ -218,7 +218,8 @@ def _candidates(
     ends = np.cumsum([0, *(len(groups) for groups, _ in packings)])
     candidates = []
     for number, (groups, max_len) in enumerate(packings):
-        columns, memory = np.arange(ends[number], ends[number + 1]), pipeline.memory_bytes
+        columns = np.arange(ends[number], ends[number + 1])
+        memory = pipeline.memory_bytes
         part, encoded = stages.take(columns), encoder.take(columns)
         schedule = schedule_for(
             pipeline.schedule, pipeline.borders, len(groups), pipeline.stages_per_rank
@@ -258,7 +259,8 @@ def _ordered(candidate: _Candidate, options: TuneOptions, *, ahead: bool) -> _Fo
 
 def _as_given(candidate: _Candidate) -> _Found:
     """A packing in its given order, without encoding ahead."""
-    problem, order = candidate.problem.without_ahead(), np.arange(len(candidate.groups))
+    problem = candidate.problem.without_ahead()
+    order = np.arange(len(candidate.groups))
     return _Found(candidate, order, encode_ahead(problem, candidate.encoder, order), 1)
 
 

@@ -81,7 +81,8 @@ class StageChoices:
             np.flatnonzero((a > memory) & (b <= memory))
             for a, b in zip(max_peaks, min_peaks, strict=True)
         ]
-        extra, left_out = [self.extra_ns], NEVER
+        extra = [self.extra_ns]
+        left_out = NEVER
         by_bound = sorted(
             (int(bounds[rank][index]), rank, int(index))
             for rank, windows in enumerate(tight)

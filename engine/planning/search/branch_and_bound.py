@@ -145,12 +145,14 @@ class _Search:
             peaks = self.evaluator.least_peaks(np.stack(partitions))
             smallest = partitions[int(peaks.argmin())]
             self.smallest, _ = improve_partition(self.evaluator.least_peaks, smallest)
-            partitions, steps = [self.smallest], self.evaluator.steps(self.smallest[np.newaxis])
+            partitions = [self.smallest]
+            steps = self.evaluator.steps(self.smallest[np.newaxis])
         order = np.argsort(steps, kind="stable")[:STARTS].tolist()
         for row in order:
             if steps[row] < NEVER:
                 self.offer(partitions[row], int(steps[row]))
-                chunk, limits = self.evaluator.chunk, self.limits.part(DESCENT_SHARE)
+                chunk = self.evaluator.chunk
+                limits = self.limits.part(DESCENT_SHARE)
                 begun = self.evaluator.steps, partitions[row]
                 self.offer(*improve_partition(*begun, chunk=chunk, limits=limits))
 
@@ -209,7 +211,8 @@ class _Search:
     def bounded(self, chain: list[Windows]) -> list[Windows]:
         """The windows with their own bounds; what time does not suffice for keeps what it has."""
         schedule, sums = self.evaluator.schedule, self.evaluator.sums
-        extra_ns, chains = self.choices.extra_ns, []
+        extra_ns = self.choices.extra_ns
+        chains = []
         actions = len(schedule.kinds) // schedule.num_stages * chain[0].choices.shape[1]
         chunk = max(1, CHUNK_ACTIONS // actions)
         for first, one in enumerate(chain):

@@ -38,7 +38,8 @@ class PartitionEvaluator(RecomputeChooser):
 
         NEVER also where a stage alone says that the step is not below `limit_ns`.
         """
-        extra, num_rows = [np.zeros((1, self.costs.num_micro_batches), np.int64)], 1
+        extra = [np.zeros((1, self.costs.num_micro_batches), np.int64)]
+        num_rows = 1
         rows = np.zeros((len(partitions), self.schedule.num_stages), np.int64)
         fits = np.ones(len(partitions), np.bool_)
         # row 0: nothing is recomputed

@@ -63,7 +63,8 @@ class _Product:
         torch.autograd.backward(weights, gradients)
 
     def _convolution_backward(self, gradient: Tensor, inputs: Tensor, *, of_input: bool) -> Tensor:
-        options, masks = self.options, [of_input, not of_input, False]
+        options = self.options
+        masks = [of_input, not of_input, False]
         sizes = options["stride"], options["padding"], options["dilation"]
         no_output_padding = [0] * len(options["stride"])
         tensors = gradient, inputs, self.weight

@@ -170,7 +170,8 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
 
     DataError if the state's metadata is damaged, ConfigError if it is of another model.
     """
-    saved, weights = _saved(state), _weights(layers)
+    saved = _saved(state)
+    weights = _weights(layers)
     for name, weight in weights.items():
         entry = saved.get(f"{_WEIGHT}{name}")
         if entry is None or entry.size != weight.shape:
@@ -298,7 +299,8 @@ def _load_into(
 ) -> None:
     """Restore `_tensors_of` and `_merge_options`.
 
-    Parameters without saved state start from scratch. ConfigError if parameters of one group had different options.
+    Parameters without saved state start from scratch. ConfigError if parameters of one group had
+    different options.
     """
     if optimizer is None:
         return

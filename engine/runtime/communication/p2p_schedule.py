@@ -65,7 +65,9 @@ def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: in
     edges = sources[between].tolist(), program.edge_targets[between].tolist()
     ranks = schedule.ranks.tolist()
     for source, target in zip(*edges, strict=True):
-        message, sender, receiver = Message(source, target), ranks[source], ranks[target]
+        message = Message(source, target)
+        sender = ranks[source]
+        receiver = ranks[target]
         if receiver == rank:
             p2p.incoming.setdefault(target, []).append((message, sender))
         if sender == rank:

@@ -70,7 +70,8 @@ def make_groups(
 
     `encoder_ranks`: ranks of a pipeline that encode ahead. Operations fail after `timeout_s`.
     """
-    me, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
+    me = dist.get_rank()
+    timeout = timedelta(seconds=timeout_s)
     local_ranks = next(tuple(pipeline) for pipeline in pipelines if me in pipeline)
     shared = _tied_parameters(model, borders, len(local_ranks))
     links: dict[Pair, dist.ProcessGroup] = {}

@@ -48,7 +48,8 @@ def packed_attention(
                 f"{before}: tokens of an image see later ones, for which it has no mask; load the"
                 " model with attn_implementation='sdpa'"
             )
-        longest, on_device = int(borders.diff().max()), borders.to(hidden.device, torch.int32)
+        longest = int(borders.diff().max())
+        on_device = borders.to(hidden.device, torch.int32)
         yield {
             "cu_seq_lens_q": on_device,
             "cu_seq_lens_k": on_device,

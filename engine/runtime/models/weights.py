@@ -59,7 +59,8 @@ def gather_state_dict(
 
     All ranks of the world call it with their own layers. PeerLost if one is lost.
     """
-    local, rank = state_dict_of(layers, prefixes), dist.get_rank()
+    local = state_dict_of(layers, prefixes)
+    rank = dist.get_rank()
     described = gather_objects(
         {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
     )

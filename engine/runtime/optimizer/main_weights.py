@@ -180,5 +180,6 @@ def message_specs(
 
 def _hand_over(weight: nn.Parameter, gradient: Tensor) -> None:
     """Add a gradient to that of a weight's `main_param`, and drop the weight's own."""
-    weight.grad, main = None, main_param(weight)
+    weight.grad = None
+    main = main_param(weight)
     main.grad = gradient if main.grad is None else main.grad + gradient

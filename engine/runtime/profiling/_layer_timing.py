@@ -141,7 +141,8 @@ def stage_times(
     `together`: each pass runs through all layers before the next begins, so caches are as cold as
     in training, which matters on CPUs. The activations of all layers are held meanwhile.
     """
-    layers, tensors = local.stage_layers(stage), inputs
+    layers = local.stage_layers(stage)
+    tensors = inputs
     times: list[LayerTimes] = []
     for indices in [layers] if together else [range(index, index + 1) for index in layers]:
         # both gradients in one pass
@@ -175,7 +176,8 @@ def _forward_through(
     tensors = inputs
     for index, context in zip(indices, contexts, strict=True):
         layer = _IsolatedLayer(local, index, batch, tensors)
-        leaves, begun = layer.leaves(), _now(local.device)
+        leaves = layer.leaves()
+        begun = _now(local.device)
         with context:
             outputs = layer.forward(leaves)
         times.append(_now(local.device) - begun)
@@ -194,7 +196,8 @@ def stage_bytes(
     local: RankLayers, stage: int, batch: Batch, inputs: StageTensors
 ) -> list[LayerBytes]:
     """Memory of a stage's layers, one after the other. Weights must have gradients already."""
-    layer_bytes, tensors = [], inputs
+    layer_bytes = []
+    tensors = inputs
     for index in local.stage_layers(stage):
         layer = _IsolatedLayer(local, index, batch, tensors)
         layer_bytes.append(_layer_bytes(layer))
@@ -219,11 +222,9 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
         # only what the graph holds stays
         inputs.clear()
         del outputs
-        live, held_input, held_output = (
-            meter.live_bytes,
-            _live_bytes(input_storages),
-            _live_bytes(output_storages),
-        )
+        live = meter.live_bytes
+        held_input = _live_bytes(input_storages)
+        held_output = _live_bytes(output_storages)
         del nodes
         if layer.weights or layer.local.has_gradient(layer.index):
             # here the output lives through the backward pass; in a step only its needed part does
@@ -252,7 +253,8 @@ def _backward_peak(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> in
 
 def _deferred_bytes(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> int:
     """Bytes that are live between the two passes, because of deferred weight gradients."""
-    before, defer = meter.live_bytes, DeferredWeights()
+    before = meter.live_bytes
+    defer = DeferredWeights()
     inputs = _copies(layer)
     with defer:
         outputs = _with_gradient(layer.forward(inputs))

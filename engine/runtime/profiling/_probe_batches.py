@@ -26,7 +26,8 @@ def probe_batches(
 
     `loads` are those of `batches`. Equal parts are left out. ConfigError as `first_samples`.
     """
-    largest, parts = largest_batches(loads), []
+    largest = largest_batches(loads)
+    parts = []
     seen = {(index, int(batches[index].num_samples)) for index in largest}
     for share, index in itertools.product(SHARES, largest):
         part = index, _num_samples(batches[index], share)

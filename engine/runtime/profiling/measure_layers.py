@@ -216,10 +216,13 @@ def _split_kinds(
     names: Sequence[str], kinds: Sequence[str], tables: _Tables, first_trained: int
 ) -> tuple[str, ...]:
     """Kinds whose layers all cost the same. ConfigError if their parameters differ."""
-    roles = [
-        _role(bool(trained), index > first_trained)
-        for index, trained in enumerate(tables["is_trained"])
-    ]
+    # backward work of each layer, in words
+    roles = []
+    for index, is_trained in enumerate(tables["is_trained"]):
+        if index > first_trained:
+            roles.append("trained" if is_trained else "frozen")
+        else:
+            roles.append("first trained" if is_trained else "forward only")
     first: dict[str, int] = {}
     counts = tables["param_counts"]
     for index, kind in enumerate(kinds):
@@ -232,13 +235,6 @@ def _split_kinds(
     pairs = list(zip(kinds, roles, strict=True))
     roles_of = {kind: {role for other, role in pairs if other == kind} for kind in first}
     return tuple(f"{kind}, {role}" if len(roles_of[kind]) > 1 else kind for kind, role in pairs)
-
-
-def _role(is_trained: bool, has_gradient: bool) -> str:
-    """Backward work of a layer, in words."""
-    if is_trained:
-        return "trained" if has_gradient else "first trained"
-    return "frozen" if has_gradient else "forward only"
 
 
 def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:

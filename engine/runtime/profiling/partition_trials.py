@@ -136,8 +136,11 @@ class _Trials:
 
     def announce(self, borders: IntArray) -> int:
         """Run a partition on all ranks; -> the median time of its steps."""
-        step, recompute, predicted = self.step, np.zeros(self.costs.num_layers, np.bool_), None
-        times, failure = tuple[int, ...](), None
+        step = self.step
+        recompute = np.zeros(self.costs.num_layers, np.bool_)
+        predicted = None
+        times = tuple[int, ...]()
+        failure = None
         try:
             if step.recompute is not None:
                 recompute = np.asarray(step.recompute(borders))

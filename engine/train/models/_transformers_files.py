@@ -207,7 +207,8 @@ def _qwen_vl_images(config: Any) -> dict[str, Any]:
 
 
 def _anyres_images(config: Any) -> dict[str, Any]:
-    vision, limit = config.vision_config, getattr(config, "vision_aspect_ratio", None)
+    vision = config.vision_config
+    limit = getattr(config, "vision_aspect_ratio", None)
     return {
         "image_size": vision.image_size,
         "vit_patch_size": vision.patch_size,

@@ -122,7 +122,8 @@ class TinyTokenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, image_token_id: int) -> None:
         super().__init__()
-        self.embed, self.image_token_id = nn.Embedding(vocab_size, WIDTH), image_token_id
+        self.embed = nn.Embedding(vocab_size, WIDTH)
+        self.image_token_id = image_token_id
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """features (tiles * 4, LLM width) -> hidden (tokens, LLM width)."""
