@@ -56,7 +56,7 @@ class Placement(NamedTuple):
 
     node_of: IntArray
     members: IntArray
-    """The same as lists, (num_nodes, ranks_per_node): the first `taken` of a row are batches."""
+    """Batches of each node, (num_nodes, ranks_per_node): the first `taken` of a row."""
     taken: IntArray
     sends: IntArray
     """Tokens that each rank sends to other nodes if free batches go elsewhere."""

@@ -42,7 +42,7 @@ class Permutation:
     source_offsets: IntArray
     """Rank r holds the places `source_offsets[r]:source_offsets[r + 1]` of the source layout."""
     target_offsets: IntArray
-    """The same for the target layout."""
+    """Places of each rank in the target layout, likewise."""
 
     def __post_init__(self) -> None:
         source, target, num_examples = self.source_offsets, self.target_offsets, len(self.order)

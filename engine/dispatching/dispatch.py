@@ -50,7 +50,8 @@ class DispatchOptions:
     algorithms: Mapping[str, Algorithm] = field(
         default_factory=lambda: {"vision": "sums", "audio": "padded", "llm": "sums"}
     )
-    """By phase. Other encoders work on the LLM's rank; the LLM, if missing, where drawn."""
+    """Algorithm by phase. Encoders without one work on the LLM's rank; the LLM without one, where
+    examples were drawn."""
     padded: frozenset[str] = frozenset({"audio"})
     """Phases that pad a batch to its longest example: convolutions in Whisper's encoder."""
     square_weights: Mapping[str, float] = field(default_factory=dict)
@@ -79,11 +80,11 @@ class Examples:
     """The examples that all ranks drew for a step, rank after rank; int64, (examples,)."""
 
     lengths: Mapping[str, IntArray]
-    """By phase: tokens of the encoder, or of the LLM's whole interleaved sequence."""
+    """Tokens by phase: of the encoder, or of the LLM's whole interleaved sequence."""
     squares: Mapping[str, IntArray]
-    """By phase: sum of squared lengths of what attends together."""
+    """Sums of squared lengths of what attends together, by phase."""
     features: Mapping[str, IntArray]
-    """By encoder: its tokens in the LLM."""
+    """Tokens in the LLM, by encoder."""
     offsets: IntArray
     """(ranks + 1,): rank r drew the examples `offsets[r]:offsets[r + 1]`."""
 
@@ -117,9 +118,9 @@ class PhasePlan:
     ranks: IntArray
     """Rank that works on each of them."""
     moved: Permutation
-    """From the ranks that drew these examples: Pi_E, for the LLM Pi_M."""
+    """Permutation from the ranks that drew these examples: Pi_E, for the LLM Pi_M."""
     features: Permutation
-    """From this phase to the LLM: Pi_M o Pi_E^-1; the identity for the LLM."""
+    """Permutation from this phase to the LLM: Pi_M o Pi_E^-1; the identity for the LLM."""
     drawn: PhaseLoads
     """(ranks,): loads as drawn, with padding."""
     balanced: PhaseLoads

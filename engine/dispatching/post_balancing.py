@@ -33,7 +33,7 @@ LengthsOrCosts = IntArray | FloatArray
 EXACT_MEAN = 1 << 20
 """Whole loads are counted exactly up to this mean sum of a batch."""
 RESOLUTION = 1 << 17
-"""Other loads are counted in this fraction of the mean sum, 8e-6."""
+"""Parts of the mean sum in which other loads are counted: 8e-6 of it."""
 
 MAX_SUM = 1 << 24
 """`balance_squares` keeps a counter per possible sum of a batch: 16 M tokens, 128 MiB."""

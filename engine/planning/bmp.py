@@ -32,7 +32,7 @@ RADIUS = 3
 MOST_RUN = 12
 """Number of candidates that are run: 10 to 15 (OmniBal 5.2)."""
 TIGHT_RADIUS = 8
-"""The same where the anchor must recompute. With 3, steps are up to 8 % slower than the fastest;
+"""Distance where the anchor must recompute. With 3, steps are up to 8 % slower than the fastest;
 with 8 up to 3 % (GPipe; .8 % otherwise).
 """
 
@@ -40,7 +40,7 @@ Extra = Callable[[int, int, int], float]
 """(stage, first layer, end) -> recomputation, ms of a mean micro-batch; infinite if none fits."""
 
 _Beginnings = dict[int, list[tuple[float, tuple[int, ...]]]]
-"""By its last border, the best beginnings of a partition: (metric, borders)."""
+"""Best beginnings of a partition, by their last border: (metric, borders)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class BmpResult:
 
     anchor: IntArray
     candidates: tuple[PartitionCandidate, ...]
-    """By rank, the anchor included."""
+    """Candidates by rank, the anchor included."""
     best: PartitionCandidate
 
 

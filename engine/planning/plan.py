@@ -48,19 +48,19 @@ class Prediction:
     reduction_ns: int
     """Reduction of gradients and return of weights after a step, slowest rank, no overlap."""
     bubble_ratio: tuple[float, ...]
-    """Per rank."""
+    """Share of the step that each rank waits."""
     forward_ns: tuple[int, ...]
-    """Per stage and micro-batch."""
+    """Forward time of each stage for a micro-batch."""
     backward_ns: tuple[int, ...]
-    """Per stage and micro-batch, recomputation included."""
+    """Backward time of each stage for a micro-batch, recomputation included."""
     recompute_ns: tuple[int, ...]
-    """Per stage and micro-batch."""
+    """Recomputation of each stage for a micro-batch."""
     state_bytes: tuple[int, ...]
-    """Per rank: weights, gradients, optimizer state."""
+    """Weights, gradients and optimizer state of each rank."""
     peak_bytes: tuple[int, ...]
-    """Per rank, the most in any step."""
+    """Peak of each rank, the largest of any step."""
     full_peak_bytes: tuple[int, ...]
-    """Per rank, if every micro-batch were as large as they come."""
+    """Peak of each rank if every micro-batch were as large as they come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

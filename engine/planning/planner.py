@@ -41,9 +41,9 @@ class SimulatedRun:
     borders: IntArray
     recompute: BoolArray
     steps: tuple[SimulatedStep, ...]
-    """By step and, in it, data-parallel rank."""
+    """Steps in order; in each, its data-parallel ranks."""
     costs: tuple[Costs, ...]
-    """In the same order."""
+    """Costs in the same order."""
     dp: int
     num_samples: int
     """Samples of all steps and ranks."""
@@ -82,7 +82,7 @@ class PlanResult:
 
     plan: Plan
     runs: tuple[SimulatedRun, ...]
-    """From what trainers do today to the plan, which is the last one; `careful` is before it."""
+    """Runs from what trainers do today to the plan, the last one; `careful` is before it."""
 
     @property
     def best(self) -> SimulatedRun:

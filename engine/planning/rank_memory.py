@@ -48,7 +48,7 @@ class ActionOrder(NamedTuple):
 
     kinds: IntArray
     stages: IntArray
-    """Of one rank: numbers among the rank's stages."""
+    """Numbers among the rank's stages."""
     micro_batches: IntArray
 
 

@@ -16,7 +16,7 @@ from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
 from isobatch.engine.simulator.schedule import SCHEDULES, takes_several_stages
 
 MOST_STAGES_PER_RANK = 4
-"""Of interleaved schedules. Each more halves what is left of the bubble, and sends as often."""
+"""Limit of interleaved schedules. One more halves the rest of the bubble, and sends as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ScheduleTrial:
     schedule: str
     stages_per_rank: int
     result: PlanResult | None
-    """None if nothing fits into memory."""
+    """The plan; None if nothing fits into memory."""
 
 
 def candidates(request: PlanRequest) -> list[tuple[str, int]]:

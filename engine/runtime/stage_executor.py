@@ -94,7 +94,7 @@ class _ForwardState:
 
     inputs: StageTensors
     handle: BackwardHandle | None
-    """None if no output has a gradient."""
+    """Start of the backward pass; None if no output has a gradient."""
 
 
 class StageExecutor:

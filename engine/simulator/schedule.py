@@ -31,9 +31,9 @@ class PassKind(IntEnum):
     BACKWARD = 1
     """The gradients of input and weights."""
     INPUT_GRAD = 2
-    """Without the weight gradients of products; includes recomputation."""
+    """Backward pass without the weight gradients of products; includes recomputation."""
     WEIGHT_GRAD = 3
-    """Those weight gradients."""
+    """The weight gradients of products."""
     ENCODE = 4
     """The vision encoder's forward pass ahead of the first stage's: PipeTune's pre-computation."""
 

@@ -28,15 +28,15 @@ class StageCosts:
     send_back_ns: IntArray
     """Send of the gradient to the previous stage; 0 for the first, and where none is needed."""
     live_bytes: IntArray
-    """Live from the forward pass to the backward pass."""
+    """Bytes live from the forward pass to the backward pass."""
     forward_peak_bytes: IntArray
     """Peak of the forward pass on top of everything live before."""
     backward_peak_bytes: IntArray
     """Peak of the backward pass on top of everything else live; includes its `live_bytes`."""
     held_bytes: IntArray
-    """Live from the backward pass to deferred weight gradients."""
+    """Bytes live from the backward pass to deferred weight gradients."""
     apart_peak_bytes: IntArray
-    """As `backward_peak_bytes`, if weight gradients are deferred."""
+    """Peak of the backward pass likewise, if weight gradients are deferred."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: BoolArray

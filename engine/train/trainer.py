@@ -57,7 +57,7 @@ class TrainingRun:
     pipeline: Pipeline
     source: StepSource
     optimizer: torch.optim.Optimizer | None
-    """None if nothing on this rank is trained."""
+    """The optimizer; None if nothing on this rank is trained."""
     num_ranks: int
     """Ranks per pipeline."""
     step: int

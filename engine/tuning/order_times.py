@@ -58,7 +58,7 @@ class MemoryBudget(NamedTuple):
     """Memory of actions and its limit, in bytes."""
 
     changes: IntArray
-    """With `peaks`: `engine.simulator.evaluate.bytes_by_kind`."""
+    """Bytes that actions leave; with `peaks`, `engine.simulator.evaluate.bytes_by_kind`."""
     peaks: IntArray
     state: IntArray
     """(ranks,)."""

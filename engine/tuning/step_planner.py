@@ -28,7 +28,7 @@ from isobatch.engine.tuning.repack import pack_balanced
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6
-"""Few enough that the number is exact in any format, such as float64."""
+"""Size of a fingerprint: small enough to be exact in any format, such as float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

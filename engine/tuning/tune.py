@@ -84,13 +84,13 @@ class Breakdown:
     """Best step with each ingredient and those above it, ns: PipeTune's Table 2."""
 
     untuned_ns: int
-    """The given micro-batches in their order."""
+    """Step of the given micro-batches in their order."""
     balanced_ns: int
-    """Packed to even costs, at the given size."""
+    """Step packed to even costs, at the given size."""
     reordered_ns: int
-    """In the best order found, with early encoding."""
+    """Step in the best order found, with early encoding."""
     resized_ns: int
-    """With any size that fits."""
+    """Step with any size that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -51,9 +51,9 @@ SHARE = 3
 STARTS = 3
 """Anchors from which the local search starts."""
 DESCENT_SHARE = 0.25
-"""Of the time that is left, what one local search may take."""
+"""Share of the remaining time that one local search may take."""
 CHOICES_SHARE = 0.5
-"""Of the time that is left, what finding the stages' choices of recomputed layers may take."""
+"""Share of the remaining time for finding the stages' choices of recomputed layers."""
 MOST_WHOLE = 300
 """Partitions that are tried at the end with several stages per rank: 1 to 100 ms each."""
 UNFINISHED = "; the search did not try every partition, so one may fit: give it more time"

@@ -23,7 +23,7 @@ class SearchProgress:
     """Neighbouring stages whose bounds are known, of `num_stages`."""
     num_stages: int
     step_ns: int | None
-    """Of the best partition so far; None if none was found that fits."""
+    """Step of the best partition so far; None if none was found that fits."""
     gap: float
     """Share of that time by which another one could be faster."""
 
@@ -34,7 +34,7 @@ class SearchLimits:
 
     most_windows: int = MOST_WINDOWS
     deadline_s: float = math.inf
-    """By `clock`."""
+    """End of the search by `clock`."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     report: Callable[[SearchProgress], None] = lambda _: None
@@ -53,4 +53,4 @@ class SearchLimits:
 
 
 UNLIMITED = SearchLimits()
-"""By time; windows are always counted."""
+"""No limit of time; windows are always counted."""

@@ -28,7 +28,7 @@ class _Product:
     weight: Tensor
     bias: Tensor | None
     options: Mapping[str, Any]
-    """Of a convolution: stride, padding, dilation, groups."""
+    """Stride, padding, dilation and groups of a convolution."""
     inputs: Tensor | None = None
     gradient: Tensor | None = None
     """That of the output; both are known after the backward pass."""

@@ -41,7 +41,7 @@ class LanguageRules:
     positions: Positions
     image_token_id: int
     video_token_id: int | None = None
-    """None where videos have the token of images."""
+    """Token of videos; None where they have that of images."""
     two_way_images: bool = False
     """Tokens of an image see each other (Gemma 3)."""
     rotary_by_type: bool = False

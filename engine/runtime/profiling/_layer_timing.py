@@ -33,11 +33,11 @@ class LayerTimes(NamedTuple):
 
     forward_ns: int
     backward_ns: int
-    """Both gradients in one pass, as in most schedules."""
+    """Time of both gradients in one pass, as in most schedules."""
     input_grad_ns: int
-    """The same without the weight gradients that can be deferred (`DeferredWeights`)."""
+    """Time without the weight gradients that can be deferred (`DeferredWeights`)."""
     weight_grad_ns: int
-    """Those weight gradients."""
+    """Time of those weight gradients."""
 
 
 class LayerBytes(NamedTuple):

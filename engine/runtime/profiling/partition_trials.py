@@ -62,7 +62,7 @@ class TrialStep:
     """The world's ranks of each replica, first stage first."""
     options: PipelineOptions = field(default_factory=PipelineOptions)
     recompute: Recompute | None = None
-    """None: nothing is recomputed."""
+    """Choice of recomputed layers; None: nothing is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class MeasuredPartitions:
 
     bmp: BmpResult
     trials: tuple[PartitionTrial, ...]
-    """In the order of `bmp.candidates`."""
+    """Trials in the order of `bmp.candidates`."""
 
 
 def measure_partitions(
