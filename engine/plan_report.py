@@ -141,7 +141,6 @@ def memory_text(plan: Plan) -> str:
 
 def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
     """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak."""
-    mode = plan.training.mode
     layers = layers_of(plan.model, plan.parallel)
     rank_layers = [
         layers[layer]
@@ -149,7 +148,7 @@ def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
         for layer in range(plan.borders[stage], plan.borders[stage + 1])
     ]
     terms = [
-        mode.state_terms(
+        plan.training.mode.state_terms(
             layer.gpu_params, plan.parallel.dp, trained=plan.training.trains(layer.part)
         )
         for layer in rank_layers

@@ -167,8 +167,7 @@ def _sends(timeline: Timeline) -> Iterator[Event]:
 
 
 def _memory(timeline: Timeline, memory: Memory) -> Iterator[Event]:
-    schedule = timeline.program.schedule
-    for index, rank in enumerate(schedule.ranks.tolist()):
+    for index, rank in enumerate(timeline.program.schedule.ranks.tolist()):
         yield _counter(rank, timeline.start_ns[index], memory.during_bytes[index])
         yield _counter(rank, timeline.end_ns[index], memory.after_bytes[index])
 

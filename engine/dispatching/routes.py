@@ -69,10 +69,11 @@ def feature_moves(
         raise ConfigError(
             f"ranks and encoders have {sorted(rounds)} batches in one step; give all equally many"
         )
-    numbers = range(max(rounds))
-    users = work.micro_batches
     return {
-        name: tuple(_move(makers, users, features[name], number) for number in numbers)
+        name: tuple(
+            _move(makers, work.micro_batches, features[name], number)
+            for number in range(max(rounds))
+        )
         for name, makers in work.encoders.items()
     }
 

@@ -111,6 +111,9 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
     deferred = costs.deferred_bytes
     apart = running - live + np.maximum(whole, deferred) + costs.working_bytes
     starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
+    # what the layers after a layer in its stage defer
+    summed = np.cumsum(deferred, axis=0)
+    apart += summed[np.repeat(last, np.diff(last, prepend=-1))] - summed
     before = np.concatenate([np.zeros_like(running[:1]), running])[starts]
     send, back = np.zeros_like(before), np.zeros_like(before)
     send[:-1] = costs.send_ns[last[:-1]]
@@ -125,18 +128,10 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
         forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         held_bytes=_sums(deferred, starts),
-        apart_peak_bytes=np.maximum.reduceat(apart + _after(deferred, last), starts, axis=0)
-        - before,
+        apart_peak_bytes=np.maximum.reduceat(apart, starts, axis=0) - before,
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )
-
-
-def _after(values: IntArray, last: IntArray) -> IntArray:
-    """Sum over the layers after each layer in its stage."""
-    running = np.cumsum(values, axis=0)
-    ends = np.repeat(last, np.diff(last, prepend=-1))
-    return np.asarray(running[ends] - running)
 
 
 def _sums(values: IntArray, starts: IntArray) -> IntArray:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from isobatch.common.consoles import print_line
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.charts.trace import make_trace
-from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.planning.plan import Plan, read_plan
 from isobatch.engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from isobatch.engine.runtime.communication.collectives import any_rank
@@ -29,7 +28,6 @@ from isobatch.engine.train._step_report import StepMeasurement, gather_figures, 
 from isobatch.engine.train.config import TrainConfig
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.layout import (
-    Layout,
     apply_plan,
     layout_text,
     make_layout,
@@ -94,7 +92,16 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
             options["images"] = "patches"  # for ranks that encode ahead too
         source = open_source(config.build, **options)
     # pipeline, optimizer and their state
-    pipeline = _make_pipeline(config, mode, layout, model, device)
+    pipeline_options = PipelineOptions(
+        schedule=layout.schedule,
+        stages_per_rank=layout.stages_per_rank,
+        device=device,
+        mode=mode,
+        encoder_ranks=range(1, len(pipelines[0])) if config.encode == "any" else (),
+    )
+    pipeline = Pipeline(
+        model.stack, layout.borders, layout.recompute, layout.pipelines, pipeline_options
+    )
     trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
     # fused: torch's default for GPUs makes a copy of all moments in each step
     optimizer = torch.optim.AdamW(trained, lr=config.lr, fused=True) if trained else None
@@ -127,7 +134,12 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
     with stop.noting():
         last = _run_steps(run, config, stop)
     if config.trace and last is not None:
-        _write_trace(run.pipeline, last, config.trace)
+        timeline = run.pipeline.timeline(last)
+        try:
+            if is_first_rank():
+                config.trace.write_text(json.dumps(make_trace(timeline)))
+        except OSError as error:
+            raise DataError(f"{config.trace}: {error.strerror}") from None
     if config.export and run.model.export(run.pipeline, config.export):
         print_line(f"wrote {config.export}")
     if config.state and run.step > first and is_first_rank():
@@ -219,25 +231,6 @@ def _open_model(
     return model
 
 
-def _make_pipeline(
-    config: TrainConfig,
-    mode: TrainingMode,
-    layout: Layout,
-    model: PipelineModel,
-    device: torch.device,
-) -> Pipeline:
-    """This rank's stages."""
-    encodes = config.encode == "any"
-    options = PipelineOptions(
-        schedule=layout.schedule,
-        stages_per_rank=layout.stages_per_rank,
-        device=device,
-        mode=mode,
-        encoder_ranks=range(1, len(layout.pipelines[0])) if encodes else (),
-    )
-    return Pipeline(model.stack, layout.borders, layout.recompute, layout.pipelines, options)
-
-
 def _finish_step(
     run: TrainingRun, batches: SourceStep, config: TrainConfig, *, saves: bool, adapts: bool
 ) -> float | None:
@@ -250,13 +243,3 @@ def _finish_step(
     if run.adapter is not None and adapts:
         run.adapter.adapt(run.pipeline, batches, run.optimizer)
     return time.perf_counter() if (saves and config.state) or adapts else None
-
-
-def _write_trace(pipeline: Pipeline, result: StepResult, path: Path) -> None:
-    """Write a measured step. All ranks call it. DataError if it cannot be written."""
-    timeline = pipeline.timeline(result)
-    if is_first_rank():
-        try:
-            path.write_text(json.dumps(make_trace(timeline)))
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from None

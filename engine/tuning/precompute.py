@@ -187,8 +187,7 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     Features are on the rank that encodes from the start of their encoding until they have arrived,
     and on the first rank from the end of their encoding until the first stage's pass has ended.
     """
-    program = timeline.program
-    schedule = program.schedule
+    schedule = timeline.program.schedule
     during = memory_of(schedule, stages).during_bytes
     ranks, numbers = schedule.ranks, schedule.micro_batches
     is_encoding = schedule.kinds == PassKind.ENCODE

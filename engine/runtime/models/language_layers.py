@@ -108,9 +108,8 @@ class LanguageLayer(SpecLayer):
             return {HIDDEN: hidden, **passed}
         shared = {name: inputs[name] for name in inputs if name.startswith(_SHARED)}
         self._add_shared(shared, hidden, batch)
-        attention = self.layer.self_attn
         images = shared.get(_IMAGES)
-        with packed_attention(attention, shared[_BORDERS], hidden, images) as arguments:
+        with packed_attention(self.layer.self_attn, shared[_BORDERS], hidden, images) as arguments:
             output = self.layer(
                 hidden,
                 attention_mask=None,
