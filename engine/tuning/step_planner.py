@@ -102,11 +102,7 @@ class TunedSteps:
     def plan(self, samples: StepRequest) -> TunedStep:
         """The same with predicted times; of all ranks if none of them asks."""
         loads = self.loads(samples.counts)
-        # each rank's micro-batches that hold samples
-        groups = []
-        for first in range(0, samples.dp * samples.micro_batches, samples.micro_batches):
-            offsets = np.unique(samples.offsets[first : first + samples.micro_batches + 1])
-            groups.append(Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0]))
+        groups = [self._rank_groups(samples, rank) for rank in range(samples.dp)]
         untuned_ns = self._slowest_ns(loads, groups, memory_bytes=None)
         chosen = groups
         if samples.dp > 1 and len(samples):
@@ -115,18 +111,22 @@ class TunedSteps:
             if self._slowest_ns(loads, assigned, memory_bytes=memory_bytes) <= untuned_ns:
                 chosen = assigned
         asked = range(samples.dp) if samples.rank is None else [samples.rank]
-        tuned: list[TuneResult | None] = [None] * samples.dp
-        for rank in asked:
-            part = chosen[rank]
-            if len(part.samples):
-                local = Groups(np.arange(len(part.samples)), part.offsets)
-                tuned[rank] = tune(loads.take(part.samples), local, self.pipeline, self.options)
+        tuned = [
+            self._tune(loads, part) if rank in asked and len(part.samples) else None
+            for rank, part in enumerate(chosen)
+        ]
         return TunedStep(
             groups=tuple(map(_numbered, tuned, chosen)),
             tuned=tuple(tuned),
             untuned_ns=untuned_ns,
             fingerprint=_digest([np.sort(part.samples) for part in chosen]),
         )
+
+    def _rank_groups(self, samples: StepRequest, rank: int) -> Groups:
+        """A rank's micro-batches that hold samples."""
+        first, last = rank * samples.micro_batches, (rank + 1) * samples.micro_batches
+        offsets = np.unique(samples.offsets[first : last + 1])
+        return Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0])
 
     def _assign(self, loads: Loads, groups: list[Groups]) -> list[Groups]:
         """All samples assigned to ranks by cost, in micro-batches of even cost."""
@@ -167,6 +167,11 @@ class TunedSteps:
             order = np.arange(end - first)
             slowest_ns = max(slowest_ns, int(times_of_orders(problem, order[np.newaxis])[0]))
         return slowest_ns
+
+    def _tune(self, loads: Loads, part: Groups) -> TuneResult:
+        """A rank's pipeline, tuned."""
+        groups = Groups(np.arange(len(part.samples)), part.offsets)
+        return tune(loads.take(part.samples), groups, self.pipeline, self.options)
 
 
 def _numbered(tuned: TuneResult | None, groups: Groups) -> Groups:

@@ -151,7 +151,7 @@ def test_an_assignment_that_would_be_slower_is_not_taken(seed):
     samples = samples_of(seed, 2, 6)
     planner = planner_of()
     loads = planner.loads(samples.counts)
-    given = [planner._given(samples, rank) for rank in range(2)]
+    given = [planner._rank_groups(samples, rank) for rank in range(2)]
     # both ranks as one of them: even already
     twice = np.concatenate([given[0].samples, given[0].samples])
     offsets = np.concatenate([given[0].offsets, given[0].offsets[-1] + given[0].offsets[1:]])

@@ -17,6 +17,7 @@ from torch import nn
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.checkpoints import _state_folders as state_folders
+from isobatch.engine.runtime.checkpoints import training_state
 from isobatch.engine.runtime.checkpoints.training_state import (
     PROGRESS_NAME,
     Progress,
@@ -276,7 +277,7 @@ def save_and_die(folder, owner, name):
     ("owner", "name", "step"),
     [
         pytest.param("os", "fsync", 1, id="tensors written"),
-        pytest.param(state_folders.__name__, "_write_json", 1, id="no progress written"),
+        pytest.param(training_state.__name__, "finish_state", 1, id="no progress written"),
         pytest.param(state_folders.__name__, "give_name", 1, id="not renamed"),
         pytest.param("shutil", "rmtree", 2, id="old state not removed"),
     ],
