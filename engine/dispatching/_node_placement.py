@@ -105,7 +105,7 @@ def place_batches(
     heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
     # batches that ranks need, then all others, then the ranks inside each node
     placement, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
-    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, placement)
+    _smallest_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, placement)
     node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
     _fill(step, placement, np.repeat(node_of_rank, np.diff(source_offsets)))
     return np.asarray(_ranks_inside(step, placement), dtype=np.int64)
@@ -119,7 +119,7 @@ def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
 
 
 @numba.njit(cache=True)
-def _least_target(step, loads, nodes, draft, best):  # type: ignore[no-untyped-def]
+def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untyped-def]
     """Bisect the target; sets `best` to the placement of the smallest one that was reached.
 
     Most of its batches may be free. Targets are tried on `draft`, at first in the order `nodes`.

@@ -136,7 +136,7 @@ def _baselines(
     by_size, by_count = by_params(typical, num_stages), by_layers(typical, num_stages)
     everything = np.ones(typical.num_layers, np.bool_)
     papers, careful = "even parameters, all recomputed", "even layers, as little recomputed as fits"
-    recompute = _least(request, typical, by_count)
+    recompute = _fitted_recompute(request, typical, by_count)
     packed = request, careful, pipelines, request.loads, by_count, recompute
     if random is None:
         first = request, papers, pipelines, request.loads, by_size, everything
@@ -146,7 +146,7 @@ def _baselines(
     name = f"random samples, {int(random.llm.items.max())} at a time, padded"
     # memory for the largest of them
     largest = _with_memory(drawn[0], every)
-    recompute = _least(request, largest, by_count)
+    recompute = _fitted_recompute(request, largest, by_count)
     return [
         simulate_run(request, f"{name}; {papers}", drawn, random, by_size, everything),
         simulate_run(request, f"the same; {careful}", drawn, random, by_count, recompute),
@@ -164,7 +164,7 @@ def _with_memory(costs: Costs, full: Costs) -> Costs:
     return replace(costs, **changes)
 
 
-def _least(request: PlanRequest, costs: Costs, borders: IntArray) -> BoolArray:
+def _fitted_recompute(request: PlanRequest, costs: Costs, borders: IntArray) -> BoolArray:
     """As little recomputed as fits; everything if nothing does."""
     chooser = RecomputeChooser(costs, request.make_schedule(), request.memory_bytes)
     recompute = chooser.choose(borders)

@@ -201,7 +201,7 @@ def _set(groups, group, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _set_least(groups, rank, group):  # type: ignore[no-untyped-def]
+def _set_fewest(groups, rank, group):  # type: ignore[no-untyped-def]
     """Recompute as few layers of one group as fit; -> whether any number fits."""
     size = groups.firsts[group + 1] - groups.firsts[group]
     low, high = 0, size + 1
@@ -222,12 +222,12 @@ def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
     for group in range(first, len(groups.counts)):
         _set(groups, group, groups.firsts[group + 1] - groups.firsts[group])
     for group in range(first, len(groups.counts)):
-        _set_least(groups, rank, group)
+        _set_fewest(groups, rank, group)
 
 
 @numba.njit(cache=True)
-def _next(groups, each_ns, least_ns):  # type: ignore[no-untyped-def]
-    """One more of a group and none of those after it, under `least_ns`; -> that group, or -1.
+def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
+    """One more of a group and none of those after it, under `best_ns`; -> that group, or -1.
 
     More of the last group that has any, with as many of the others, would not be minimal.
     """
@@ -239,18 +239,18 @@ def _next(groups, each_ns, least_ns):  # type: ignore[no-untyped-def]
         group -= 1
         if groups.counts[group] < groups.firsts[group + 1] - groups.firsts[group]:
             _set(groups, group, groups.counts[group] + 1)
-            if (groups.counts * each_ns).sum() < least_ns:
+            if (groups.counts * each_ns).sum() < best_ns:
                 return group
     return -1
 
 
 @numba.njit(cache=True)
 def minimal_choices(  # type: ignore[no-untyped-def]
-    layers, order, starts, ends, memory_bytes, only_least
+    layers, order, starts, ends, memory_bytes, only_fastest
 ):
     """Choices of recomputed layers with which a rank fits, and with one layer less would not.
 
-    -> ((choices, layers) bool, whether these are all). With `only_least` only the fastest one.
+    -> ((choices, layers) bool, whether these are all). With `only_fastest` only the fastest one.
     """
     rank = RankStages(layers, order, starts, ends, memory_bytes)
     members, firsts = _groups(layers.kind, starts, ends)
@@ -269,24 +269,24 @@ def minimal_choices(  # type: ignore[no-untyped-def]
         each_ns[:] = layers.extra_ns[members[firsts[:-1]]]
     counts = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in np.argsort(-each_ns):
-        _set_least(groups, rank, group)
+        _set_fewest(groups, rank, group)
     counts[0] = groups.counts
     num_found = 1
     tried = 0
-    least_ns = (groups.counts * each_ns).sum()
+    best_ns = (groups.counts * each_ns).sum()
     changed = -1
     # all choices, the first group's number changing slowest
     while tried < MOST_TRIED and num_found < MOST_FOUND:
         tried += 1
         _complete(groups, rank, changed + 1)
         time = (groups.counts * each_ns).sum()
-        if time < least_ns or not only_least:
-            counts[num_found], least_ns = groups.counts, min(time, least_ns)
+        if time < best_ns or not only_fastest:
+            counts[num_found], best_ns = groups.counts, min(time, best_ns)
             num_found += 1
-        changed = _next(groups, each_ns, least_ns if only_least else np.iinfo(np.int64).max)
+        changed = _next(groups, each_ns, best_ns if only_fastest else np.iinfo(np.int64).max)
         if changed < 0:
             break
-    minimal = counts[num_found - 1 : num_found] if only_least else _minimal(counts[:num_found])
+    minimal = counts[num_found - 1 : num_found] if only_fastest else _minimal(counts[:num_found])
     masks = np.zeros((len(minimal), num_layers), np.bool_)
     for row in range(len(minimal)):
         for group in range(num_groups):

@@ -49,13 +49,13 @@ class RecomputeChooser:
         self._chosen: dict[tuple[int, ...], BoolArray | None] = {}
 
     def choices(
-        self, rank: int, starts: IntArray, ends: IntArray, *, only_least: bool = False
+        self, rank: int, starts: IntArray, ends: IntArray, *, only_fastest: bool = False
     ) -> tuple[BoolArray, bool]:
         """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
         order, memory = self.orders[rank], self.memory_bytes
         # strided ones would have every kernel compiled a second time
         starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
-        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_least)
+        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_fastest)
         return masks, bool(is_all)
 
     def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
@@ -77,7 +77,7 @@ class RecomputeChooser:
         """Layers that a rank with these stages recomputes, (layers,); None if it never fits."""
         key = rank, *starts.tolist(), *ends.tolist()
         if key not in self._chosen:
-            masks, _ = self.choices(rank, starts, ends, only_least=True)
+            masks, _ = self.choices(rank, starts, ends, only_fastest=True)
             self._chosen[key] = masks[-1] if len(masks) else None
         return self._chosen[key]
 

@@ -105,7 +105,7 @@ def check_same_step(note: StepNote) -> None:
 
     All agree on the samples of each replica, and the ranks of a replica on its micro-batches.
     """
-    local_plan = torch.tensor([note.rank, note.fingerprint, note.own_fingerprint])
+    local_plan = torch.tensor([note.rank, note.fingerprint, note.pipeline_fingerprint])
     replicas, steps, rank_plans = torch.stack(all_gather(local_plan)).T.tolist()
     if len(set(steps)) > 1 or len(set(zip(replicas, rank_plans, strict=True))) > len(set(replicas)):
         raise ConfigError(

@@ -41,7 +41,7 @@ class SortedActions(NamedTuple):
     """Index here of another rank's action whose result it waits for, or NONE."""
     targets: IntArray
     """Rank that receives its result; its own rank if none."""
-    own_places: IntArray
+    indices: IntArray
     """Index in the schedule."""
 
 
@@ -191,11 +191,11 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     # results that go to another rank
-    made_by = program.edge_sources
-    travels = ranks[made_by] != ranks[program.edge_targets]
-    made_by, wanted = made_by[travels], program.edge_targets[travels]
+    producers = program.edge_sources
+    travels = ranks[producers] != ranks[program.edge_targets]
+    producers, wanted = producers[travels], program.edge_targets[travels]
     sources, targets = np.full(len(schedule), NONE), ranks.copy()
-    sources[wanted], targets[made_by] = place[made_by], ranks[wanted]
+    sources[wanted], targets[producers] = place[producers], ranks[wanted]
     return SortedActions(
         ranks=ranks[order],
         kinds=schedule.kinds[order],
@@ -203,7 +203,7 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
         places=schedule.micro_batches[order],
         sources=sources[order],
         targets=targets[order],
-        own_places=order,
+        indices=order,
     )
 
 
@@ -242,7 +242,7 @@ def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped
     now, free, arrivals = scratch.now, scratch.free, scratch.arrivals
     now[:], free[:], scratch.gap_before[:] = 0, 0, NONE
     encodes = ahead.window > 0 and ahead.allowed.any()
-    shortest = _least(ahead.encode_ns) if encodes else 0
+    shortest = _shortest(ahead.encode_ns) if encodes else 0
     num_gaps, num_entered = 0, 0
     for at in range(len(actions.ranks)):
         # begin when the rank is free and the input has arrived
@@ -273,7 +273,7 @@ def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped
 
 
 @numba.njit(cache=True)
-def _least(encode_ns):  # type: ignore[no-untyped-def]
+def _shortest(encode_ns):  # type: ignore[no-untyped-def]
     """The shortest encoding: shorter gaps are of no use."""
     shortest = NEVER
     for time in encode_ns:

@@ -138,7 +138,7 @@ def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> En
     run_order(problem.actions, problem.times, problem.ahead, entering, scratch)
     is_ahead = scratch.gap_before[order] >= 0
     ahead = np.flatnonzero(is_ahead)
-    before = problem.actions.own_places[scratch.gap_before[order[ahead]]]
+    before = problem.actions.indices[scratch.gap_before[order[ahead]]]
     schedule, ranks = _with_encodings(problem.schedule, ahead, before, scratch.begins[order[ahead]])
     ordered, encoder = problem.stages.take(order), encoder.take(order)
     forward = ordered.forward_ns.copy()

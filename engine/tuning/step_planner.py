@@ -45,7 +45,7 @@ class StepNote:
     """Time of the slowest rank for the step as given."""
     fingerprint: int
     """Hash of the samples of each rank: equal on all ranks that planned one step."""
-    own_fingerprint: int
+    pipeline_fingerprint: int
     """Hash of this rank's micro-batches and schedule: equal on all ranks of its pipeline."""
 
 
@@ -79,7 +79,7 @@ class TunedStep:
                 step_ns=one.step_ns if one is not None else 0,
                 untuned_ns=self.untuned_ns,
                 fingerprint=self.fingerprint,
-                own_fingerprint=_own_fingerprint(groups, one),
+                pipeline_fingerprint=_pipeline_fingerprint(groups, one),
             )
             for rank, (groups, one) in enumerate(zip(self.groups, self.tuned, strict=True))
         )
@@ -181,7 +181,7 @@ def _numbered(tuned: TuneResult | None, groups: Groups) -> Groups:
     return Groups(groups.samples[tuned.groups.samples], tuned.groups.offsets)
 
 
-def _own_fingerprint(groups: Groups, tuned: TuneResult | None) -> int:
+def _pipeline_fingerprint(groups: Groups, tuned: TuneResult | None) -> int:
     parts = [groups.samples, groups.offsets]
     if tuned is not None:
         schedule = tuned.step.schedule

@@ -161,9 +161,9 @@ def tune(
     steps = _fitting([plain], pipeline)
     fits_untuned = bool(steps)
     steps += _fitting([_as_given(one) for one in same_size], pipeline)
-    balanced_ns = _least(steps, plain)
+    balanced_ns = _best_ns(steps, plain)
     steps += _search([untuned], pipeline, options) + _search(same_size, pipeline, options)
-    reordered_ns = _least(steps, plain)
+    reordered_ns = _best_ns(steps, plain)
     steps += _search(others, pipeline, options)
     if not steps:
         raise _nothing_fits([untuned, *same_size, *others], pipeline)
@@ -183,7 +183,7 @@ def tune(
     )
 
 
-def _least(steps: Sequence[_Found], plain: _Found) -> int:
+def _best_ns(steps: Sequence[_Found], plain: _Found) -> int:
     """The best step so far; the untuned one's while nothing fits."""
     return min([one.step_ns for one in steps], default=plain.step_ns)
 
