@@ -30,10 +30,6 @@ MOST_TOKENS = 10**8
 """Largest made-up micro-batch, in tokens and image patches: squares of more overflow 64 bits."""
 
 
-def _presets(folder: str) -> str:
-    return ", ".join(preset_names(folder))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
     """One plan; every field is also a key of the TOML file given with --config."""
@@ -58,7 +54,11 @@ class PlanConfig:
         int, Option("Without a build: samples that share these. Default: 1.", least=1)
     ] = 1
     cluster: Annotated[
-        str, Option(f"Cluster preset, or a .toml file: {_presets('clusters')}. Default: h100.")
+        str,
+        Option(
+            f"Cluster preset, or a .toml file: {', '.join(preset_names('clusters'))}."
+            " Default: h100."
+        ),
     ] = "h100"
     tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", least=1)] = 1
     pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", least=1)] = 4
@@ -152,10 +152,13 @@ class PlanConfig:
 
     def _check_build(self, build: str) -> None:
         made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
-        given = [name for name, value in made_up.items() if value is not None]
-        names = ", ".join([*given, *["samples"] * (self.samples != 1)])
-        if names:
-            raise ConfigError(f"a build says for itself what its {names} are; leave those out")
+        options = [name for name, value in made_up.items() if value is not None]
+        if self.samples != 1:
+            options.append("samples")
+        if options:
+            raise ConfigError(
+                f"a build says for itself what its {', '.join(options)} are; leave those out"
+            )
         if "://" in build:
             raise ConfigError(
                 f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, "
@@ -176,14 +179,17 @@ def gib_bytes(memory_gib: float) -> int:
 
 def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     """The request, and of a build random micro-batches to compare with."""
-    cluster, memory_gib = load_cluster(config.cluster), config.memory_gib
+    cluster = load_cluster(config.cluster)
+    memory_gib = config.memory_gib
     random = None
     if config.build is None:
-        model, loads = find_model(config.model or ""), _equal_loads(config)
+        model = find_model(config.model or "")
+        loads = _equal_loads(config)
         full = loads.take(np.zeros(1, np.int64))
     else:
         build = read_build(Path(config.build))
-        model, full = build.model, build.full_micro_batch()
+        model = build.model
+        full = build.full_micro_batch()
         size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
         asked = {n: getattr(config, n) for n in ("dp", "micro_batches", "steps", "seed")}
         loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
@@ -255,13 +261,13 @@ def _regrouped_loads(plan: Plan, count: int) -> Loads:
     dp = plan.parallel.dp
     # (steps, dp, micro_batches) -> (dp, all micro-batches of the replica)
     numbers = np.arange(len(plan.loads)).reshape(plan.num_steps, dp, plan.num_micro_batches)
-    own = numbers.swapaxes(0, 1).reshape(dp, -1)
-    steps = own.shape[1] // count
+    of_replicas = numbers.swapaxes(0, 1).reshape(dp, -1)
+    steps = of_replicas.shape[1] // count
     if not steps:
         raise ConfigError(
-            f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more "
-            "--steps"
+            f"the plan has {of_replicas.shape[1]} micro-batches per replica, not {count}; "
+            "plan with more --steps"
         )
     # -> (new steps, dp, count)
-    regrouped = own[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
+    regrouped = of_replicas[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
     return plan.loads.take(regrouped.ravel())
