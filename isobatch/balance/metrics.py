@@ -190,7 +190,7 @@ def _pair_counts(first: IntArray, second: IntArray, step_groups: int) -> tuple[i
     steps, later = np.arange(len(first)) // step_groups, later[first]
     steps, later = steps[later >= 0], later[later >= 0]
     both = steps * (int(later.max(initial=0)) + 1) + later
-    again, before, after = (num_pairs(each) for each in (both, steps, later))
+    again, before, after = (num_pairs(numbers) for numbers in (both, steps, later))
     return again, before, after, len(steps) * (len(steps) - 1) // 2
 
 

@@ -30,12 +30,12 @@ class KeptFile:
 
 def kept_files(folder: Path, kind: str) -> list[KeptFile]:
     """The files of a kind, the one used longest ago first; none without the folder."""
-    found = []
+    files = []
     for path in folder.glob(f"*{kind}"):
         with suppress(OSError):  # removed meanwhile
             stat = path.stat()
-            found.append(KeptFile(path, stat.st_size, stat.st_mtime_ns))
-    return sorted(found, key=lambda file: (file.used_ns, file.path))
+            files.append(KeptFile(path, stat.st_size, stat.st_mtime_ns))
+    return sorted(files, key=lambda file: (file.used_ns, file.path))
 
 
 def note_use(path: Path) -> None:

@@ -105,10 +105,10 @@ def _leaves(values: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             yield from (("a key", key) for key in value)
             parent = "" if depth == 0 else f"{place}."
-            waiting += [(f"{parent}{key}", each, depth + 1) for key, each in value.items()]
+            waiting += [(f"{parent}{key}", item, depth + 1) for key, item in value.items()]
         elif isinstance(value, list):
             numbered = enumerate(value, 1)
-            waiting += [(f"{place}, entry {number}", each, depth + 1) for number, each in numbered]
+            waiting += [(f"{place}, entry {number}", item, depth + 1) for number, item in numbered]
         else:
             yield place, value
 

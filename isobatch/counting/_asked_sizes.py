@@ -34,10 +34,10 @@ def require_image(
         limits = rule.min_pixels, rule.max_pixels
         resized = nearest_size((int(near[0]), int(near[1])), unit, limits)
         _require(asked, resized == (plan.resized_width, plan.resized_height), plan)
-    given: dict[str, Any] = {key: int(wanted[key]) for key in _PIXELS if key in wanted}
-    if given:
+    pixels: dict[str, Any] = {key: int(wanted[key]) for key in _PIXELS if key in wanted}
+    if pixels:
         try:
-            other = replace(rule, **given).plan(*size)
+            other = replace(rule, **pixels).plan(*size)
         except MediaRejected:
             other = None
         _require(asked, other == plan, plan)
@@ -84,8 +84,8 @@ def _require(asked: Mapping[str, Any], fits: bool, plan: ImagePlan | VideoPlan) 
     if fits:
         return
     said = ", ".join(f"{key}={value!r:.20}" for key, value in asked.items())
-    made = ""
+    planned = ""
     if not isinstance(plan, VideoPlan):
-        made = f" makes {plan.resized_width} x {plan.resized_height} pixels of it and"
-    what = f"{said} in a part; the model's rule{made} is another"
+        planned = f" makes {plan.resized_width} x {plan.resized_height} pixels of it and"
+    what = f"{said} in a part; the model's rule{planned} is another"
     raise SampleProblem("asked_size", f"{what}: {_WHERE}")

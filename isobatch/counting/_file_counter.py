@@ -112,7 +112,7 @@ class FileCounter:
                 header = read_audio_header(cast("BinaryIO", file), media.name)
             lengths.append(resampled_length(rule, header.num_samples, header.sampling_rate))
             sizes.append(header.num_bytes)
-        found = []
+        counted = []
         for media, num_bytes, length in zip(audios, sizes, lengths, strict=True):
             try:
                 plan = plan_clip(rule, length, max(lengths))
@@ -120,8 +120,8 @@ class FileCounter:
                 raise _named(problem, media) from None
             numbers: dict[str, int | float]
             numbers = {"length": plan.num_samples, "tokens": plan.num_audio_tokens}
-            found.append(CountedFile(media, num_bytes, numbers))
-        return found
+            counted.append(CountedFile(media, num_bytes, numbers))
+        return counted
 
 
 def _named(problem: MediaRejected, media: Media) -> SampleProblem:

@@ -81,13 +81,13 @@ def pack_block(
         images, audios = _unread_files(samples, "images"), _unread_files(samples, "audios")
         roots = [counted.data_roots[place] for place in places.tolist()]
         problems = _read_samples(options, roots, samples, (images, audios), blobs)
-        kept = np.array([problem is None for problem in problems], np.bool_)
-        if kept.all():
+        is_usable = np.array([problem is None for problem in problems], np.bool_)
+        if is_usable.all():
             break
         both = zip(places.tolist(), problems, strict=True)
         lost |= {place: problem for place, problem in both if problem is not None}
         # a rare case, so the others are simply read again
-        places, samples = places[kept], samples.filter(pa.array(kept))
+        places, samples = places[is_usable], samples.filter(pa.array(is_usable))
     borders = np.searchsorted(places, counted.group_offsets)
     groups = counted.first_group + np.flatnonzero(np.diff(borders))
     counts = {name: samples.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
@@ -165,8 +165,8 @@ def expand(
     for kind, tokens in media.items():
         places[kind] = np.flatnonzero(np.isin(input_ids, ids[kind]))
         if len(places[kind]) != len(tokens):
-            found = f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s"
-            raise ValueError(f"{found}; give one for each")
+            mismatch = f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s"
+            raise ValueError(f"{mismatch}; give one for each")
         repeats[places[kind]] = tokens
     # nearly all of the result is one token: filled first, then overwritten by the others
     token_ends = np.cumsum(repeats)
@@ -211,7 +211,7 @@ def _paths(files: pa.StructArray) -> list[str]:
     """The files' names; of a list of images, those of all."""
     paths: list[str] = files.field("name").to_pylist()
     containers = files.field("container").to_pylist()
-    for place in (place for place, each in enumerate(containers) if each == FRAMES):
+    for place in (place for place, container in enumerate(containers) if container == FRAMES):
         names = [name for name, *_ in json.loads(paths[place])]
         paths[place] = FRAMES + json.dumps(names, ensure_ascii=False)
     return paths

@@ -165,9 +165,9 @@ def activation_budget(
 def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
     query, key = run.head_widths(shape)
-    kept, copies = 2 * query + 2 * key, 0
+    numbers, copies = 2 * query + 2 * key, 0
     if isinstance(shape, VitShape) and shape.joint_attention and run.kernels == "transformers":
-        kept, copies = kept + 2 * query, query
+        numbers, copies = numbers + 2 * query, query
     heads = NOTHING
     if shape.has_head_norms:
         inputs = run.number_bytes if run.kernels == "fused" else FLOAT_BYTES
@@ -176,17 +176,17 @@ def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
             outputs = FLOAT_BYTES
         heads = KeptBytes(trained=(inputs + outputs) * (query + key), frozen=inputs * (query + key))
     size = run.number_bytes
-    return heads + KeptBytes(trained=size * (kept + copies), frozen=size * kept)
+    return heads + KeptBytes(trained=size * (numbers + copies), frozen=size * numbers)
 
 
 def _feed_forward(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
     width, plain = run.number_bytes * run.split(shape.ffn_size), run.kernels == "transformers"
     # what the activation function and the gate need, without their product
-    kept = 2 + plain if shape.gated else 1
+    numbers = 2 + plain if shape.gated else 1
     if shape.quick_gelu and plain:
-        kept += 1
-    return KeptBytes(trained=float((kept + 1) * width), frozen=float(kept * width))
+        numbers += 1
+    return KeptBytes(trained=float((numbers + 1) * width), frozen=float(numbers * width))
 
 
 def _norms(shape: TransformerShape, run: LayerRun) -> KeptBytes:

@@ -51,10 +51,10 @@ class TransformerShape:
     """Norms before and after attention and feed-forward part, in float32 (Gemma 2 to 4)."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=MOST_SIZE)
+        check_positive(self, max_integer=MOST_SIZE)
         if (self.num_full_layers or 0) > self.num_layers:
-            found = f"num_full_layers = {self.num_full_layers}"
-            raise ConfigError(f"{found}: there are {self.num_layers} layers")
+            actual = f"num_full_layers = {self.num_full_layers}"
+            raise ConfigError(f"{actual}: there are {self.num_layers} layers")
 
     @property
     def has_rms_norms(self) -> bool:
@@ -319,11 +319,11 @@ class ModelPreset:
             raise ConfigError(f"context_len is {self.context_len}; give 1 to {MOST_CONTEXT:,}")
         for kind in ("audio", "video"):
             names = kind, f"{kind}_markup"
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) == 1:
-                lacks = names[given == [kind]]
+            present = [name for name in names if getattr(self, name) is not None]
+            if len(present) == 1:
+                lacks = names[present == [kind]]
                 advice = f"give both for a model with {kind}, else neither"
-                raise ConfigError(f"has [{given[0]}] but no [{lacks}]; {advice}")
+                raise ConfigError(f"has [{present[0]}] but no [{lacks}]; {advice}")
         self._check_tokens()
         _check_parts("image_markup", self.image_markup, self.vision)
         if self.video_markup is not None:
@@ -333,7 +333,7 @@ class ModelPreset:
         video = self.video_markup
         if video is not None and video.token == self.image_markup.token:
             video = None
-        markups = [each for each in (self.image_markup, self.audio_markup, video) if each]
+        markups = [value for value in (self.image_markup, self.audio_markup, video) if value]
         strings = Counter(string for one in markups for string in {one.prefix, one.suffix})
         strings.update(one.token for one in markups)
         for markup in markups:
@@ -463,7 +463,11 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
             values[name] = given_options(part)
     for name, known in _RULES.items():
         if name in values:
-            rule = next(own for own, each in known.items() if each is type(getattr(preset, name)))
+            rule = next(
+                rule_name
+                for rule_name, rule_type in known.items()
+                if rule_type is type(getattr(preset, name))
+            )
             values[name] = {"rule": rule, **values[name]}
     return values
 

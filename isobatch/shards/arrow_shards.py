@@ -138,7 +138,7 @@ class ArrowShardWriter:
         for name, kind in self._extras.items():
             values = block.extras[name]
             if kind == "json":
-                values = [None if each is None else to_json(each) for each in values]
+                values = [None if value is None else to_json(value) for value in values]
             arrays.append(pa.array(values, _EXTRAS[kind]))
         return pa.StructArray.from_arrays(arrays, fields=list(self._schema.field(EXTRAS).type))
 
@@ -279,7 +279,7 @@ def _extras(column: pa.StructArray, types: ExtraTypes) -> dict[str, list[Any]]:
     for place, (name, kind) in enumerate(types.items()):
         values = column.field(place).to_pylist()
         if kind == "json":
-            values = [None if each is None else json.loads(each) for each in values]
+            values = [None if value is None else json.loads(value) for value in values]
         extras[name] = values
     return extras
 
@@ -324,11 +324,11 @@ def _read_refs(
     if not any(lists):
         return media.read(paths, owners, where)
     names = [frames or [path] for path, frames in zip(paths, lists, strict=True)]
-    whose = [owner for owner, own in zip(owners, names, strict=True) for _ in own]
-    found, contents = iter(media.read([*chain(*names)], whose, where)), []
-    for frames, own in zip(lists, names, strict=True):
-        files = [*islice(found, len(own))]
-        missing = [each for each in files if isinstance(each, MissingFile)]
+    whose = [owner for owner, frame_names in zip(owners, names, strict=True) for _ in frame_names]
+    read_files, contents = iter(media.read([*chain(*names)], whose, where)), []
+    for frames, frame_names in zip(lists, names, strict=True):
+        files = [*islice(read_files, len(frame_names))]
+        missing = [file for file in files if isinstance(file, MissingFile)]
         contents.append(pack_frames(files) if frames and not missing else (missing or files)[0])
     return contents
 

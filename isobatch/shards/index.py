@@ -151,7 +151,7 @@ def index_schema(largest: Mapping[str, int]) -> pa.Schema:
     million groups of 8,192 tokens, where int32 takes 308 MB.
     """
     types = ((name, str(np.min_scalar_type(int(largest[name])))) for name in INDEX_COLUMNS)
-    return pa.schema([(name, pa.type_for_alias(each)) for name, each in types])
+    return pa.schema([(name, pa.type_for_alias(alias)) for name, alias in types])
 
 
 def find_batches(path: Path) -> tuple[BatchRange, ...]:
@@ -282,8 +282,8 @@ class _Batches:
             raise self._misfit(f"{batch.num_rows} rows in record batch {number}")
         return batch
 
-    def _misfit(self, found: str) -> DamagedShard:
-        problem = f"{found}, which does not fit the manifest's {self.num_groups} groups"
+    def _misfit(self, what: str) -> DamagedShard:
+        problem = f"{what}, which does not fit the manifest's {self.num_groups} groups"
         return DamagedShard(f"{self._place}: {problem}; run `packer verify`, or build again")
 
 
@@ -379,9 +379,9 @@ class GroupIndex:
         view = self._views.get((batch, name))
         if view is None:
             # not `to_numpy`, which imports pandas where it is installed: .2 s and 50 MB
-            made: NDArray[Any] = np.from_dlpack(self._batches.get(batch).column(name))
+            column: NDArray[Any] = np.from_dlpack(self._batches.get(batch).column(name))
             # fetched bytes that are in no cache may be anywhere
-            view = made if _address(made) % made.itemsize == 0 else made.copy()
+            view = column if _address(column) % column.itemsize == 0 else column.copy()
             self._views[batch, name] = view
         return view
 

@@ -94,10 +94,10 @@ class BuildFile:
         types = {"types": dict(self.types)} if self.types else {}
         return entry | types | ({"batches": batches} if batches else {})
 
-    def wrong_size(self, place: str, found: str) -> DamagedShard:
-        """The error for a file of another size, of which `found` says what it has."""
+    def wrong_size(self, place: str, actual: str) -> DamagedShard:
+        """The error for a file of another size, of which `actual` says what it has."""
         said = f"the manifest says {self.size} bytes"
-        return DamagedShard(f"{place}: {found}, {said}; copy or build it again")
+        return DamagedShard(f"{place}: {actual}, {said}; copy or build it again")
 
     def wrong_checksum(self, place: str) -> DamagedShard:
         """The error for a file of another checksum."""
@@ -194,8 +194,8 @@ def read_manifest(place: str | Path) -> Manifest:
     if not place.strip():
         raise DataError("an empty path; give the output folder or URI of `packer build`")
     if not is_uri(place) and not Path(place).is_dir():
-        found = "a file, no folder" if Path(place).exists() else "no such folder"
-        raise DataError(f"{place}: {found}; give the output folder of `packer build`")
+        what = "a file, no folder" if Path(place).exists() else "no such folder"
+        raise DataError(f"{place}: {what}; give the output folder of `packer build`")
     try:
         content = open_folder(place, follow_links=True).read(MANIFEST_NAME)
     except FileNotFoundError:
@@ -211,8 +211,8 @@ def unfinished(place: str) -> DataError:
         advice = "nothing is there: give the output folder or URI of `packer build`"
     # every build begins with one of these folders
     if names and not {"staging", "shards"} & set(names):
-        found = f"it holds {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-        advice = f"{found}: pack raw data with `packer build --dataset {place}`"
+        contents = f"it holds {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        advice = f"{contents}: pack raw data with `packer build --dataset {place}`"
     return DataError(f"{place}: no {MANIFEST_NAME}, so no finished build; {advice}")
 
 

@@ -249,11 +249,11 @@ class RangeReader:
         """The content of one answer. DamagedShard if it is not as long as it should be."""
         key = f"{self._prefix}/{name}" if self._prefix else name
         options = {"range": window} if window else None
-        found = await self._store(retries).get_async(key, options=options)
-        if size is not None and found.meta["size"] != size:
-            problem = f"has {found.meta['size']} bytes, the manifest says {size} bytes"
+        response = await self._store(retries).get_async(key, options=options)
+        if size is not None and response.meta["size"] != size:
+            problem = f"has {response.meta['size']} bytes, the manifest says {size} bytes"
             raise DamagedShard(f"{self.uri}/{name}: {problem}; copy or build it again")
-        content = await found.bytes_async()
+        content = await response.bytes_async()
         if window is not None and len(content) != window[1] - window[0]:
             problem = f"{len(content)} bytes came of {window[1] - window[0]}"
             raise DamagedShard(f"{self.uri}/{name}: {problem}; run `packer verify`")

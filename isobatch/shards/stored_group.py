@@ -25,9 +25,9 @@ class MissingFile(bytes):
 
     def __new__(cls, reason: str) -> Self:
         """Without bytes."""
-        made = super().__new__(cls)
-        made.reason = reason
-        return made
+        missing = super().__new__(cls)
+        missing.reason = reason
+        return missing
 
 
 Int32Array = NDArray[np.int32]

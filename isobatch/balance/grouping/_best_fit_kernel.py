@@ -137,7 +137,7 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
     """
     size, tolerance = progress
     none = len(pool) - 1
-    least = pool[none - 1].score
+    smallest = pool[none - 1].score
     free, slack, hit = rules.cap, rules.cap_score, False
     add, other = _left_from(pool, 0 if rules.seed_largest else ahead[0]), none
     while add < none:
@@ -149,7 +149,7 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
                 size += 1
                 free, slack = free - pool[rank].packed, slack - pool[rank].score
         add, other = none, none
-        if slack < least:
+        if slack < smallest:
             break
         # a sample that completes the group, else a pair, else the next member
         one = _largest_that_fits(pool, buckets, rules, free, slack, -1)
@@ -187,15 +187,15 @@ def _completing_pair(  # type: ignore[no-untyped-def]
     """
     free, slack = unfilled
     none = len(pool) - 1
-    most, least = pool[0].score, pool[none - 1].score
-    tries = MAX_TRIES if 2 * least <= slack <= 2 * most else 0
+    largest, smallest = pool[0].score, pool[none - 1].score
+    tries = MAX_TRIES if 2 * smallest <= slack <= 2 * largest else 0
     for rank in ahead:
         if tries == 0:
             break
         rest = slack - pool[rank].score
-        left = pool[rank].next_left == rank
-        fits = left and (free - pool[rank].packed) & rules.guard == rules.guard
-        if fits and least <= rest <= most:
+        is_there = pool[rank].next_left == rank
+        fits = is_there and (free - pool[rank].packed) & rules.guard == rules.guard
+        if fits and smallest <= rest <= largest:
             tries -= 1
             other = _largest_that_fits(pool, buckets, rules, free - pool[rank].packed, rest, rank)
             if other < none and rest - pool[other].score <= tolerance:

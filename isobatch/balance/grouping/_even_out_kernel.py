@@ -37,7 +37,7 @@ class EvenState(NamedTuple):
     """A load in `UNIT`s, times 2 ** SCALE_BITS, shape (3,)."""
     near: NDArray[np.int64]
     """Units above the mean beyond which a load is costly, shape (3,)."""
-    most: NDArray[np.int64]
+    max_above: NDArray[np.int64]
     """Loads above the mean that the caps allow, shape (3,)."""
 
 
@@ -57,8 +57,8 @@ def divide_pairs(pairs, bits, state):  # type: ignore[no-untyped-def]
             _fill(work[place], state.loads[state.members[state.starts[group] + at]])
         sides = np.arange(num) >= num_one
         above = state.above[one], state.above[other]
-        found = _best_division(work[:num], sides, above, bits[pair], state)
-        if found and _has_room(sides, num_one, one, other, state):
+        is_better = _best_division(work[:num], sides, above, bits[pair], state)
+        if is_better and _has_room(sides, num_one, one, other, state):
             _move(sides, num_one, one, other, state)
             better[pair] = True
     return better
@@ -88,8 +88,8 @@ def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped
     `above` is what each of the two groups has above the mean.
     """
     one, other = above
-    least = _cost(one, state) + _cost(other, state)
-    given, tried = sides.copy(), np.empty_like(sides)
+    min_cost = _cost(one, state) + _cost(other, state)
+    before, tried = sides.copy(), np.empty_like(sides)
     first, second = np.empty_like(one), np.empty_like(other)
     better = False
     for change in range(CHANGES):
@@ -101,13 +101,13 @@ def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped
         _fill(first, one)
         _fill(second, other)
         for place in range(len(tried)):
-            if tried[place] != given[place]:
+            if tried[place] != before[place]:
                 _shift(first, second, loads[place], tried[place])
         cost = _descend(loads, tried, first, second, state)
-        if cost < least and not _breaks(first, state) and not _breaks(second, state):
-            least, better = cost, True
+        if cost < min_cost and not _breaks(first, state) and not _breaks(second, state):
+            min_cost, better = cost, True
             _fill(sides, tried)
-        if least <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
+        if min_cost <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
             break
     return better
 
@@ -120,18 +120,18 @@ def _descend(loads, sides, first, second, state):  # type: ignore[no-untyped-def
     """
     cost = _cost(first, state) + _cost(second, state)
     for _ in range(4 * len(sides)):
-        least, single, partner = cost, -1, -1
+        min_cost, single, partner = cost, -1, -1
         for place in range(len(sides)):
-            found = _cost_after(first, second, loads[place], sides[place], state)
-            if found < least:
-                least, single, partner = found, place, -1
+            changed_cost = _cost_after(first, second, loads[place], sides[place], state)
+            if changed_cost < min_cost:
+                min_cost, single, partner = changed_cost, place, -1
             if not sides[place]:
-                found, twin = _best_swap(loads, sides, place, first, second, state)
-                if found < least:
-                    least, single, partner = found, place, twin
+                changed_cost, twin = _best_swap(loads, sides, place, first, second, state)
+                if changed_cost < min_cost:
+                    min_cost, single, partner = changed_cost, place, twin
         if single < 0:
             break
-        cost = least
+        cost = min_cost
         sides[single] = not sides[single]
         _shift(first, second, loads[single], sides[single])
         if partner >= 0:
@@ -143,17 +143,17 @@ def _descend(loads, sides, first, second, state):  # type: ignore[no-untyped-def
 @numba.njit(cache=True)
 def _best_swap(loads, sides, place, first, second, state):  # type: ignore[no-untyped-def]
     """The best sample of the second group to change sides with one of the first: (cost, place)."""
-    least, best = np.int64(1 << 62), -1
+    min_cost, best = np.int64(1 << 62), -1
     for twin in range(len(sides)):
         if sides[twin]:
-            found = np.int64(0)
+            cost = np.int64(0)
             for kind in range(3):
                 moved = loads[place, kind] - loads[twin, kind]
-                found += _cost_of(kind, first[kind] - moved, state)
-                found += _cost_of(kind, second[kind] + moved, state)
-            if found < least:
-                least, best = found, twin
-    return least, best
+                cost += _cost_of(kind, first[kind] - moved, state)
+                cost += _cost_of(kind, second[kind] + moved, state)
+            if cost < min_cost:
+                min_cost, best = cost, twin
+    return min_cost, best
 
 
 @numba.njit(cache=True)
@@ -179,7 +179,7 @@ def _cost_of(kind, above, state):  # type: ignore[no-untyped-def]
     cost = units * units
     if units > state.near[kind]:
         cost += COSTLY * (units - state.near[kind]) * (units - state.near[kind])
-    if above > state.most[kind]:
+    if above > state.max_above[kind]:
         cost += COSTLY * units * units
     return cost
 
@@ -204,7 +204,7 @@ def _cost_after(first, second, load, in_second, state):  # type: ignore[no-untyp
 
 @numba.njit(cache=True)
 def _breaks(above, state):  # type: ignore[no-untyped-def]
-    return above[0] > state.most[0] or above[1] > state.most[1]
+    return above[0] > state.max_above[0] or above[1] > state.max_above[1]
 
 
 @numba.njit(cache=True)

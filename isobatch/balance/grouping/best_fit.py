@@ -66,22 +66,23 @@ class FitStrategy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _WindowGroups:
     """Groups of one window: group g holds the next `sizes[g]` of `samples`."""
 
     samples: IntArray
     sizes: NDArray[np.int32]
     slacks: NDArray[np.int32]
     """Score that each lacks to be full in every resource that its strategy weighs."""
-    left: IntArray
+    rest: IntArray
     """Samples that are in no group."""
     tolerance: int
 
-    def split(self, dissolved: NDArray[np.bool_]) -> "tuple[_Made, IntArray]":
+    def split(self, dissolved: NDArray[np.bool_]) -> "tuple[_WindowGroups, IntArray]":
         """The groups that stay, and the samples of those that are dissolved."""
-        moves, stays = np.repeat(dissolved, self.sizes), ~dissolved
-        kept = self.samples[~moves], self.sizes[stays], self.slacks[stays]
-        return _Made(*kept, self.left, self.tolerance), self.samples[moves]
+        moves = np.repeat(dissolved, self.sizes)
+        stays = ~dissolved
+        staying = self.samples[~moves], self.sizes[stays], self.slacks[stays]
+        return _WindowGroups(*staying, self.rest, self.tolerance), self.samples[moves]
 
     def worst(self, count: int) -> NDArray[np.bool_]:
         """Which are the `count` groups with the most slack; fewer, if several tie for the last."""
@@ -125,20 +126,20 @@ def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
     strategy = _best_strategy(packing, draw(0), seed, rounds)
     samples = np.empty(num_samples, index_dtype(num_samples))
     sizes, done = [np.zeros(1, np.int32)], 0
-    left, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
+    rest, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
     for number in range(num_windows):
-        window = np.concatenate([left, draw(number)])
+        window = np.concatenate([rest, draw(number)])
         if number == num_windows - 1:
-            made = _make_well(packing, strategy, window, seed, number, rounds)
+            groups = _make_well(packing, strategy, window, seed, number, rounds)
         else:
             # the next window gets the samples that are left and those of the worst groups
             keep, bits = len(window) // PASSED_ON, _bits(seed, number)
-            made = _make(packing, strategy, window, bits, tolerance, keep)
-            made, weak = made.split(made.worst(len(made.sizes) // PASSED_ON))
-            left, tolerance = np.concatenate([made.left, weak]), made.tolerance
-        samples[done : done + len(made.samples)] = made.samples
-        done += len(made.samples)
-        sizes.append(made.sizes)
+            groups = _make(packing, strategy, window, bits, tolerance, keep)
+            groups, weak = groups.split(groups.worst(len(groups.sizes) // PASSED_ON))
+            rest, tolerance = np.concatenate([groups.rest, weak]), groups.tolerance
+        samples[done : done + len(groups.samples)] = groups.samples
+        done += len(groups.samples)
+        sizes.append(groups.sizes)
     return Groups(samples, np.cumsum(np.concatenate(sizes), dtype=np.int64))
 
 
@@ -215,13 +216,13 @@ def _make(
     bits: NDArray[np.uint64],
     tolerance: int,
     keep: int = 0,
-) -> _Made:
+) -> _WindowGroups:
     """Groups of the samples of a window, one pass, until at most `keep` samples are left."""
     loads = packing.pack(window), strategy.scores(packing, window)
     places, ends, slacks, tolerance = run_pass(*loads, strategy.rules, bits[0], tolerance, keep)
     grouped, members = int(ends[-1]) if len(ends) else 0, window[places]
     sizes = np.diff(ends, prepend=np.int32(0))
-    return _Made(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
+    return _WindowGroups(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
 
 
 def _make_well(
@@ -231,31 +232,31 @@ def _make_well(
     seed: int,
     number: int,
     rounds: int,
-) -> _Made:
+) -> _WindowGroups:
     """Groups of all samples of a window: each round makes the worst again, unless that is worse.
 
     Rounds dissolve 2/3, 2/4, 2/5, ... of the groups. Of as many groups, those are better whose
     slack is less even: some full, and some with much left.
     """
-    made = _make(packing, strategy, window, _bits(seed, number), FIRST_TOLERANCE)
+    groups = _make(packing, strategy, window, _bits(seed, number), FIRST_TOLERANCE)
     fewest = _fewest(packing, window)
     for turn in range(1, rounds + 1):
-        if len(made.sizes) <= fewest:
+        if len(groups.sizes) <= fewest:
             break
         # dissolve the worst groups, and a few at random
-        num_random = 1 + int(len(made.sizes) * LEAST_SHARE)
+        num_random = 1 + int(len(groups.sizes) * LEAST_SHARE)
         bits = _bits(seed, number, turn, 1 + num_random)
-        dissolved = made.worst(max(num_random, 2 * len(made.sizes) // (2 + turn)))
-        dissolved[(bits[1:] % np.uint64(len(made.sizes))).astype(np.int64)] = True
+        dissolved = groups.worst(max(num_random, 2 * len(groups.sizes) // (2 + turn)))
+        dissolved[(bits[1:] % np.uint64(len(groups.sizes))).astype(np.int64)] = True
         # make groups of their samples, and keep these unless they are worse
-        stays, loose = made.split(dissolved)
-        again = _make(packing, strategy, loose, bits, made.tolerance)
-        if _value(again.slacks) >= _value(made.slacks[dissolved]):
+        stays, loose = groups.split(dissolved)
+        again = _make(packing, strategy, loose, bits, groups.tolerance)
+        if _value(again.slacks) >= _value(groups.slacks[dissolved]):
             samples = np.concatenate([stays.samples, again.samples])
             sizes = np.concatenate([stays.sizes, again.sizes])
             slacks = np.concatenate([stays.slacks, again.slacks])
-            made = _Made(samples, sizes, slacks, made.left, again.tolerance)
-    return made
+            groups = _WindowGroups(samples, sizes, slacks, groups.rest, again.tolerance)
+    return groups
 
 
 def _value(slacks: NDArray[np.int32]) -> tuple[int, int]:

@@ -190,15 +190,15 @@ def choose_limits(
             larger=_larger(search, limits.max_seq_len, context_len),
             memory=memory,
         )
-    found = search.best(splits, max_vision)
-    free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
+    best = search.best(splits, max_vision)
+    free = search.without_cap(best.limits.max_seq_len)  # before the trials are listed
     trials = search.trials
-    targets = best_targets(trials, found) if options.grouping == "isf" else found
+    targets = best_targets(trials, best) if options.grouping == "isf" else best
     on_part = trials.results(on_all=False)
     vision = VisionChoice(
         is_given=max_vision is not None,
         largest=search.largest,
-        part=trials.at(found.limits),
+        part=trials.at(best.limits),
         free=free,
         targets=targets,
         trials=on_part,
@@ -210,8 +210,8 @@ def choose_limits(
         limits=targets.limits,
         token_rule=rule,
         multiple=multiple,
-        best=found,
-        larger=_larger(search, found.limits.max_seq_len, context_len),
+        best=best,
+        larger=_larger(search, best.limits.max_seq_len, context_len),
         memory=memory,
         vision=vision,
     )
@@ -283,17 +283,17 @@ def _filling(search: CapSearch, context_len: int, max_vision: int | None) -> int
     """
     shortest = search.most_tokens
     mean = ABOVE * float(search.tokens.mean()) if len(search.tokens) else 0.0
-    sizes = [*(shortest * each for each in MULTIPLES), *(mean * each for each in MEANS)]
-    found: list[CapTrial] = []
+    sizes = [*(shortest * factor for factor in MULTIPLES), *(mean * factor for factor in MEANS)]
+    trials: list[CapTrial] = []
     for q_t in sorted({int(size) for size in sizes if shortest <= size <= context_len}):
         trial = search.under(q_t, max_vision)
-        if found and trial.groups_per_sample * len(search.tokens) < LEAST_GROUPS:
+        if trials and trial.groups_per_sample * len(search.tokens) < LEAST_GROUPS:
             break
-        found.append(trial)
+        trials.append(trial)
         if trial.token_fill >= FULL and trial.groups_per_sample * SEVERAL <= 1:
             return q_t
-    enough = min(max(trial.token_fill for trial in found) - FREE, FULL)
-    return next(t.limits.max_seq_len for t in found if t.token_fill >= enough)
+    enough = min(max(trial.token_fill for trial in trials) - FREE, FULL)
+    return next(t.limits.max_seq_len for t in trials if t.token_fill >= enough)
 
 
 def _token_rule(

@@ -77,14 +77,14 @@ def group_balanced(
     spare = limits.max_seq_len - limits.max_seq_len // SLACK
     sums = best.sum(vision), best.sum(tokens)
     time = _random_order_time(*sums, seed)
-    least = _random_order_time(_most_even(sums[0]), _most_even(sums[1]), seed)
-    if time <= least * (1 + 1 / SLACK) or spare < int(tokens.max(initial=0)):
+    min_time = _random_order_time(_most_even(sums[0]), _most_even(sums[1]), seed)
+    if time <= min_time * (1 + 1 / SLACK) or spare < int(tokens.max(initial=0)):
         return best
     slack = replace(limits, max_seq_len=spare, min_seq_len=min(limits.min_seq_len, spare))
-    made = keep(group_best_fit(vision, tokens, slack, seed=seed))
-    made = even_out(made, vision, tokens, limits, seed=seed)
-    made_time = _random_order_time(made.sum(vision), made.sum(tokens), seed)
-    return made if made_time < time else best
+    looser = keep(group_best_fit(vision, tokens, slack, seed=seed))
+    looser = even_out(looser, vision, tokens, limits, seed=seed)
+    looser_time = _random_order_time(looser.sum(vision), looser.sum(tokens), seed)
+    return looser if looser_time < time else best
 
 
 def _most_even(loads: IntArray) -> IntArray:
@@ -96,8 +96,8 @@ def _random_order_time(vision: IntArray, tokens: IntArray, seed: int) -> float:
     """Time of an epoch of groups in random order, relative: steps wait for their slowest rank."""
     order = random_permutation(len(vision), seed, EVEN)
     shares = [load[order] / max(1, int(load.sum())) for load in (vision, tokens)]
-    each = VISION_SHARE * shares[0] + (1 - VISION_SHARE) * shares[1]
-    return epoch_ms(each, min(TRIAL_DP, max(1, len(vision))))
+    times = VISION_SHARE * shares[0] + (1 - VISION_SHARE) * shares[1]
+    return epoch_ms(times, min(TRIAL_DP, max(1, len(vision))))
 
 
 def even_out(
@@ -135,8 +135,8 @@ def even_out(
             pairs = _pairs(distances, failures, seed, number)
             bits = random_bits(len(pairs), seed, EVEN, epoch=number)
             parts = np.array_split(np.arange(len(pairs)), threads)
-            made = [pool.submit(divide_pairs, pairs[part], bits[part], state) for part in parts]
-            better = np.concatenate([each.result() for each in made])
+            futures = [pool.submit(divide_pairs, pairs[part], bits[part], state) for part in parts]
+            better = np.concatenate([future.result() for future in futures])
             failures[pairs[:, 0]] = np.where(better, 0, failures[pairs[:, 0]] + 1)
     places = np.arange(len(state.members)) - np.repeat(state.starts[:-1], np.diff(state.starts))
     taken = places < np.repeat(state.sizes, np.diff(state.starts))
@@ -157,7 +157,7 @@ def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -
     scale[2] = scale[2] * min(limits.max_seq_len, ATTENTION_TOKENS) // ATTENTION_TOKENS
     # the vision of a group is whole patches: the next number above the mean is as near as can be
     near = np.array([max(NEAR, int(scale[0]) >> SCALE_BITS), FAR, FAR])
-    most = np.array([limits.max_vision - means[0], limits.max_seq_len - means[1], FAR])
+    max_above = np.array([limits.max_vision - means[0], limits.max_seq_len - means[1], FAR])
     # a group's places: its samples, and room for more
     places = np.maximum(2 * sizes, 2 * (len(groups.samples) // num_groups) + 4)
     starts = np.concatenate([[0], np.cumsum(places)])
@@ -166,7 +166,7 @@ def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -
     members = np.full(starts[-1], -1, kind)
     firsts = np.repeat(starts[:-1] - groups.offsets[:-1], sizes)
     members[firsts + np.arange(len(groups.samples))] = groups.samples
-    return EvenState(members, starts, sizes, loads, sums - means, scale, near, most)
+    return EvenState(members, starts, sizes, loads, sums - means, scale, near, max_above)
 
 
 def _distances(above: IntArray, scale: IntArray, near: IntArray) -> IntArray:

@@ -81,8 +81,8 @@ class _Filter(NamedTuple):
 
 def _filter_of(packing: PackedLoads) -> _Filter:
     slack = [-1 if r.target is None else min(r.cap, r.cap - r.target) for r in packing.resources]
-    near = packing.guard | packing.packed([max(left, 0) for left in slack])
-    reachable = sum(guard for guard, left in zip(packing.guards, slack, strict=True) if left >= 0)
+    near = packing.guard | packing.packed([max(lack, 0) for lack in slack])
+    reachable = sum(guard for guard, lack in zip(packing.guards, slack, strict=True) if lack >= 0)
     return _Filter(*map(np.uint64, (packing.cap, packing.guard, near, reachable)))
 
 

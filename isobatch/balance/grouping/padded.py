@@ -54,16 +54,19 @@ def choose_padded_limits(
         return max(1, len(_cut(rows, vision[rows], tokens[rows], limits)))
 
     q_v = free if max_vision is None else max_vision
-    sizes = [max_tokens] if max_tokens else [int(each * longest_one) for each in MULTIPLES]
+    sizes = [max_tokens] if max_tokens else [int(factor * longest_one) for factor in MULTIPLES]
     numbers = {q_t: num_batches(q_t, q_v) for q_t in sizes}
     tried = [q_t for q_t in sizes if q_t == sizes[0] or numbers[q_t] >= LEAST_BATCHES]
     fills = {q_t: int(tokens.sum()) / (q_t * numbers[q_t]) for q_t in tried}
     full = [q for q in tried if fills[q] >= FULL and numbers[q] * SEVERAL <= len(rows)]
-    q_t = full[0] if full else max(tried, key=lambda each: fills[each])
+    q_t = full[0] if full else max(tried, key=lambda size: fills[size])
     if max_vision is None:
-        most = int(numbers[q_t] * (1 + FREE))
+        max_batches = int(numbers[q_t] * (1 + FREE))
         allowed = range(int(vision.max(initial=0)), free + 1)
-        q_v = allowed[bisect_left(allowed, x=True, key=lambda each: num_batches(q_t, each) <= most)]
+        costs_none = bisect_left(
+            allowed, x=True, key=lambda cap: num_batches(q_t, cap) <= max_batches
+        )
+        q_v = allowed[costs_none]
     limits = _caps(q_t, q_v, vision_unit)
     count = num_batches(q_t, q_v)
     return PaddedChoice(
@@ -105,9 +108,9 @@ def group_padded(
     count = 0 if is_last else min(math.ceil(len(batches) * WAITING_SHARE), len(batches) - 1)
     by_fill = np.argsort(fills, kind="stable")
     waiting = batches.take(by_fill[: max(0, count)]).samples
-    kept = batches.take(np.sort(by_fill[max(0, count) :]))
-    sizes = np.concatenate([kept.sizes, np.ones(len(over), np.int64)])
-    groups = Groups(np.concatenate([kept.samples, over]), np.concatenate([[0], np.cumsum(sizes)]))
+    chosen = batches.take(np.sort(by_fill[max(0, count) :]))
+    sizes = np.concatenate([chosen.sizes, np.ones(len(over), np.int64)])
+    groups = Groups(np.concatenate([chosen.samples, over]), np.concatenate([[0], np.cumsum(sizes)]))
     return groups.take(random_permutation(len(groups), seed, PLANNED, *place)), waiting
 
 

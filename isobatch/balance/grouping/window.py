@@ -52,14 +52,14 @@ def group_window(
         by_fill = np.argsort(np.maximum(*fills), kind="stable")
         return groups.take(np.sort(by_fill[count:]))
 
-    made = group_balanced(*loads, limits, seed=seed, keep=keep) if len(rows) else _no_groups()
-    left = np.setdiff1d(np.arange(len(rows)), made.samples)
-    sizes = np.concatenate([made.sizes, np.ones(len(over), np.int64)])
+    balanced = group_balanced(*loads, limits, seed=seed, keep=keep) if len(rows) else _no_groups()
+    waiting = np.setdiff1d(np.arange(len(rows)), balanced.samples)
+    sizes = np.concatenate([balanced.sizes, np.ones(len(over), np.int64)])
     all_groups = Groups(
-        np.concatenate([rows[made.samples], over]), np.concatenate([[0], np.cumsum(sizes)])
+        np.concatenate([rows[balanced.samples], over]), np.concatenate([[0], np.cumsum(sizes)])
     )
     order = random_permutation(len(all_groups), seed, PLANNED, *place)
-    return all_groups.take(order), rows[left]
+    return all_groups.take(order), rows[waiting]
 
 
 def _no_groups() -> Groups:

@@ -232,12 +232,12 @@ def _permuted(
 ) -> NDArray[np.uint64]:
     """Numbers of 2 * half bits permuted, by a mixing function of one half after the other."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = numbers >> half, numbers & mask
+    upper, lower = numbers >> half, numbers & mask
     for key in keys:
-        bits = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (lower ^ key) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-        left, right = right, left ^ ((bits ^ (bits >> np.uint64(32))) & mask)
-    return left << half | right
+        upper, lower = lower, upper ^ ((bits ^ (bits >> np.uint64(32))) & mask)
+    return upper << half | lower
 
 
 def epoch_steps(
@@ -247,9 +247,9 @@ def epoch_steps(
     seed: int = 0,
     epoch: int = 0,
     balance: float = DEFAULT_BALANCE,
-    most: int | None = None,
+    max_steps: int | None = None,
 ) -> IntArray:
-    """All steps of an epoch as the loaders give them, or the first `most`; -1: no group.
+    """All steps of an epoch as the loaders give them, or the first `max_steps`; -1: no group.
 
     `loads` are the groups' vision loads and tokens, `shape` is (dp, micro_batches); int64, shape
     (steps, dp, micro_batches).
@@ -259,7 +259,7 @@ def epoch_steps(
     count = -(-len(vision) // (dp * micro_batches))
     steps = [
         order.take_step(dp, micro_batches, lambda groups: (vision[groups], tokens[groups]))
-        for _ in range(count if most is None else min(most, count))
+        for _ in range(count if max_steps is None else min(max_steps, count))
     ]
     return np.array(steps, np.int64).reshape(len(steps), dp, micro_batches)
 
@@ -284,8 +284,8 @@ def nearest(
     if len(vision) <= count:
         return np.arange(len(vision))
     keys = distances(vision, tokens, tolerance, centre)
-    least = np.partition(keys, count - 1)[:count]
-    return np.sort(least & ((1 << PLACE_BITS) - 1))
+    smallest = np.partition(keys, count - 1)[:count]
+    return np.sort(smallest & ((1 << PLACE_BITS) - 1))
 
 
 def distances(vision: IntArray, tokens: IntArray, tolerance: float, centre: int) -> IntArray:
@@ -326,8 +326,8 @@ def least_waiting(sets: Sequence[IntArray], vision: IntArray, tokens: IntArray) 
 
 def _waiting(load: IntArray, chosen: IntArray) -> int:
     """What the chosen groups are below the largest of them, together, in units of a mean load."""
-    own = load[chosen]
-    return (int(own.max()) * len(own) - int(own.sum())) * UNIT // _mean(load)
+    loads = load[chosen]
+    return (int(loads.max()) * len(loads) - int(loads.sum())) * UNIT // _mean(load)
 
 
 def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:

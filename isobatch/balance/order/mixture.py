@@ -111,9 +111,9 @@ def step_counts(
             counts = _counts(options)
             fits = np.flatnonzero(((counts >= 0) & (counts <= limit)).all(axis=1))
             if len(fits):
-                found = costs.of(counts[fits])
-                if found.min() < best:
-                    best, cuts = found.min(), options[fits[int(found.argmin())]]
+                option_costs = costs.of(counts[fits])
+                if option_costs.min() < best:
+                    best, cuts = option_costs.min(), options[fits[int(option_costs.argmin())]]
         if cuts is before:
             break
     counts = np.empty_like(plain)
@@ -170,12 +170,12 @@ class _StepCosts:
         # groups of each build in each micro-batch, (options, micro-batches, builds)
         parts = np.minimum(ends, rounds + dp) - np.maximum(ends - counts[:, None], rounds)
         parts = np.maximum(parts, 0)
-        found = []
+        shares = []
         for load in (self._figures.vision, self._figures.tokens):
             paid = dp * np.where(parts > 0, load, 0).max(axis=2)
             used = (parts * load).sum(axis=2)
-            found.append((paid - used).sum(axis=1) * UNIT // np.maximum(1, paid.sum(axis=1)))
-        return np.array(found)
+            shares.append((paid - used).sum(axis=1) * UNIT // np.maximum(1, paid.sum(axis=1)))
+        return np.array(shares)
 
     def _entropy(self, counts: IntArray) -> IntArray:
         return entropy(counts * self._figures.samples)
@@ -260,14 +260,14 @@ def most_alike_mixed(
     # those that come first, in random order, a step at a time
     starts = range(0, len(main) - count + 1, count)
     steps = np.array([sources[start : start + count].sum(axis=0) for start in starts])
-    least = int(entropy(steps).mean() * LEAST_ENTROPY)
+    min_entropy = int(entropy(steps).mean() * LEAST_ENTROPY)
     sets = []
     for centre in range(min(centres, len(main))):
         order = np.sort(distances(vision, tokens, tolerance, centre)) & ((1 << PLACE_BITS) - 1)
         chosen = order[:count]
         plain = np.bincount(main[chosen], minlength=len(present)) * UNIT
         for eighths in range(1, 9):
-            if entropy(sources[chosen].sum(axis=0)[None])[0] >= least:
+            if entropy(sources[chosen].sum(axis=0)[None])[0] >= min_entropy:
                 break
             targets = (plain * (8 - eighths) + share * eighths) // 8
             counts = whole_counts(targets, present, count).tolist()

@@ -89,9 +89,10 @@ def regroup(
     def exchange_window(window: int) -> None:
         offsets = stored.offsets[borders[window] : borders[window + 1] + 1]
         members = stored.samples[offsets[0] : offsets[-1]]
-        own = np.stack([load[members] for load in loads], axis=1, dtype=np.int64)
-        keys = (own[:, 0] >> shift) << int(own[:, 1].max()).bit_length() | own[:, 1]
-        places = _exchange(own * weights, keys, offsets - offsets[0], caps, seeds[window])
+        window_loads = np.stack([load[members] for load in loads], axis=1, dtype=np.int64)
+        vision, tokens = window_loads.T
+        keys = (vision >> shift) << int(tokens.max()).bit_length() | tokens
+        places = _exchange(window_loads * weights, keys, offsets - offsets[0], caps, seeds[window])
         samples[offsets[0] : offsets[-1]] = members[places]
 
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -128,7 +129,7 @@ def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def
     # trades
     for sweep in range(SWEEPS):
         reach = np.uint64(min(num_samples, 1 << (MOST_REACH - sweep % MOST_REACH)))
-        most = UNEVEN * UNEVEN if sweep < SWEEPS - SWEEPS // 3 else 0
+        max_growth = UNEVEN * UNEVEN if sweep < SWEEPS - SWEEPS // 3 else 0
         for one in range(num_samples - 1):
             state += np.uint64(0x9E3779B97F4A7C15)  # SplitMix64
             other = one + 1 + np.int64(((mix(state) >> np.uint64(32)) * reach) >> np.uint64(32))
@@ -143,7 +144,7 @@ def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def
             growth += more_tokens * (tokens[first] - tokens[second] + more_tokens)
             if (
                 first == second
-                or growth > most
+                or growth > max_growth
                 or vision[first] + more_vision > caps[0]
                 or vision[second] - more_vision > caps[0]
                 or tokens[first] + more_tokens > caps[1]

@@ -87,8 +87,8 @@ def kind_of_content(head: bytes) -> ContentKind | None:
         if head.startswith(starts):
             return kind
     for look in (_kind_of_chunks, _kind_of_boxes, _kind_without_magic):
-        if (found := look(head)) is not None:
-            return found
+        if (result := look(head)) is not None:
+            return result
     return None
 
 

@@ -140,9 +140,9 @@ def _may_hold_exif(image: Image.Image) -> bool:
     if file is None:
         return True
     position = file.tell()
-    found = _late_exif_chunk(file)
+    has_exif = _late_exif_chunk(file)
     file.seek(position)
-    return found
+    return has_exif
 
 
 def _late_exif_chunk(file: IO[bytes]) -> bool:

@@ -85,7 +85,7 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[Any, Any]]:
                 raise SampleProblem("corrupt_video", "cut short, or without any stream")
             stream = container.streams.video[0] if container.streams.video else None
             if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
-                kinds = ", ".join(sorted({each.type for each in container.streams}))
+                kinds = ", ".join(sorted({track.type for track in container.streams}))
                 raise SampleProblem("no_video_stream", f"no stream of video; its streams: {kinds}")
             if stream.codec_context is None:
                 raise SampleProblem("video_format", "PyAV has no decoder for its codec")
@@ -142,8 +142,10 @@ def _is_turned(container: Any, stream: int) -> bool:
         finally:
             av.logging.set_level(None)
     parts = _STREAM.split(said)[1:]  # number, description, number, description, ...
-    found = _ROTATION.search(dict(zip(parts[::2], parts[1::2], strict=True)).get(str(stream), ""))
-    return found is not None and round(float(found[1]) / 90) % 2 == 1
+    rotation = _ROTATION.search(
+        dict(zip(parts[::2], parts[1::2], strict=True)).get(str(stream), "")
+    )
+    return rotation is not None and round(float(rotation[1]) / 90) % 2 == 1
 
 
 def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
@@ -167,12 +169,12 @@ def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
 
 def _decode_frames(container: Any, stream: Any) -> int:
     """Frames that decode, all of them; SampleProblem if one is damaged."""
-    found = 0
+    count = 0
     for frame in container.decode(stream):
         if frame.is_corrupt:
-            raise SampleProblem("corrupt_video", f"frame {found} is damaged")
-        found += 1
-    return found
+            raise SampleProblem("corrupt_video", f"frame {count} is damaged")
+        count += 1
+    return count
 
 
 def _said_to_end(file: IO[bytes], num_bytes: int) -> int:

@@ -47,9 +47,9 @@ def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, s
     function_call = more.pop("function_call", None)
     if role in CALL_ROLES:
         is_parsed = isinstance(text, Mapping)
-        given = text if is_parsed else _parsed(text, f"a tool call of turn {number}")
-        several = given if isinstance(given, list) else [given]
-        calls, text = [{"type": "function", "function": each} for each in several], ""
+        value = text if is_parsed else _parsed(text, f"a tool call of turn {number}")
+        several = value if isinstance(value, list) else [value]
+        calls, text = [{"type": "function", "function": call} for call in several], ""
     elif calls is None and isinstance(function_call, Mapping):
         calls = [{"type": "function", "function": function_call}]
     elif not is_empty(function_call):
@@ -70,20 +70,20 @@ def joined_calls(turns: tuple[Turn, ...], items: Sequence[Any]) -> tuple[Turn, .
     """
     if not any(turn.more for turn in turns):  # nearly all
         return turns
-    found: list[Turn] = []
+    joined: list[Turn] = []
     for turn, item in zip(turns, items, strict=True):
         is_call = str(item.peek("role") or item.peek("from")).strip().lower() == "tool_call"
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if not is_call or last is None or last.role != turn.role:
-            found.append(turn)
+            joined.append(turn)
             continue
         if last.learned != turn.learned:
             bad = "a call of a tool and the answer that it belongs to differ in what is learned"
             raise SampleProblem("bad_loss", bad)
-        before, more = (json.loads(each.more or "{}") for each in (last, turn))
+        before, more = (json.loads(one.more or "{}") for one in (last, turn))
         calls = [*before.pop("tool_calls", []), *more.pop("tool_calls")]
-        found[-1] = replace(last, more=_as_json({**before, **more, "tool_calls": calls}, "a turn"))
-    return tuple(found)
+        joined[-1] = replace(last, more=_as_json({**before, **more, "tool_calls": calls}, "a turn"))
+    return tuple(joined)
 
 
 def with_tools(turns: tuple[Turn, ...], tools: Any, key: str) -> tuple[Turn, ...]:
@@ -105,7 +105,7 @@ def with_tools(turns: tuple[Turn, ...], tools: Any, key: str) -> tuple[Turn, ...
     if not all(defined) or not isinstance(tools, list):
         raise SampleProblem("bad_turn", f"`{key}` is not a list of definitions alone")
     if key == "functions":
-        tools = [{"type": "function", "function": each} for each in tools]
+        tools = [{"type": "function", "function": function} for function in tools]
     more = json.loads(turns[0].more) if turns[0].more else {}
     more["tools"] = without_nulls(tools)
     return (replace(turns[0], more=_as_json(more, "`tools`")), *turns[1:])
@@ -118,9 +118,9 @@ def without_nulls(value: Any) -> Any:
     [{'of': [None, {}]}]
     """
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [without_nulls(each) for each in value]
+        return [without_nulls(item) for item in value]
     return value
 
 

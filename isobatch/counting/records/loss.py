@@ -94,14 +94,14 @@ def _said(turn: Fields, role: str) -> dict[str, bool]:
 
 
 def record_learned(
-    record: Fields, turns: tuple[Turn, ...], kept: Collection[str]
+    record: Fields, turns: tuple[Turn, ...], keep_columns: Collection[str]
 ) -> tuple[Turn, ...]:
-    """Turns with what the record itself says about its loss, but for the columns `kept`.
+    """Turns with what the record itself says about its loss, but for `keep_columns`.
 
     SampleProblem `not_learned` for a record that says it is not to be learned.
     """
     keys = (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED)
-    for key in (key for key in keys if key in record and key not in kept):
+    for key in (key for key in keys if key in record and key not in keep_columns):
         value = record.peek(key)
         if key in _LISTS and isinstance(value, Sequence) and not isinstance(value, str | bytes):
             if len(value) > 0:

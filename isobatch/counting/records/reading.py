@@ -32,9 +32,11 @@ class Reading:
     def identity(self) -> dict[str, str]:
         """What a build's manifest says: the options that are not the defaults."""
         options = [field for field in fields(self) if field.name in READING_OPTIONS]
-        given = {field.name: str(getattr(self, field.name)) for field in options}
+        values = {field.name: str(getattr(self, field.name)) for field in options}
         return {
-            field.name: given[field.name] for field in options if given[field.name] != field.default
+            field.name: values[field.name]
+            for field in options
+            if values[field.name] != field.default
         }
 
 

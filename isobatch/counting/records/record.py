@@ -144,15 +144,15 @@ class Rejected:
     detail: str
 
 
-def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
-    """Whether lists and objects are nested more than `most` deep.
+def is_deep(value: Any, max_depth: int = MOST_DEPTH) -> bool:
+    """Whether lists and objects are nested more than `max_depth` deep.
 
     >>> is_deep([[1]], 1), is_deep([[1]], 2)
     (True, False)
     """
     level = [value] if isinstance(value, list | dict) else []
-    for _ in range(most):
-        inside = (each.values() if isinstance(each, dict) else each for each in level)
+    for _ in range(max_depth):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
         level = [x for values in inside for x in values if isinstance(x, list | dict)]
     return bool(level)
 

@@ -140,7 +140,7 @@ def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> Raw
             videos=content.videos,
             objects=content.objects,
             turns_path=content.turns_path,
-            unread=tuple(each for each in record.unread() if each[0] not in reading.keep_columns),
+            unread=tuple(pair for pair in record.unread() if pair[0] not in reading.keep_columns),
         )
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
@@ -149,18 +149,18 @@ def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> Raw
 def id_of(value: Any, fallback: str) -> str:
     """The id in a record, or else `fallback`."""
     for key in ("id", "__key__"):
-        given = value.get(key) if isinstance(value, Mapping) else None
-        if isinstance(given, int | float) and not isinstance(given, bool):
-            return str(given)
+        number = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            return str(number)
         if text := _text(value, key):
             return text
     return fallback
 
 
 def _text(value: Any, key: str) -> str:
-    given = value.get(key) if isinstance(value, Mapping) else None
+    text = value.get(key) if isinstance(value, Mapping) else None
     # surrogates would break every writer downstream; the text itself is checked by the tokenizer
-    return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""
+    return text.encode("utf-8", "replace").decode("utf-8") if isinstance(text, str) else ""
 
 
 # --- conversations ---
@@ -168,19 +168,19 @@ def _text(value: Any, key: str) -> str:
 
 def _conversation(record: Fields, reading: Reading) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    found = {}
+    by_key = {}
     for key in TURN_KEYS:
         raw = _rows(_parsed(record.peek(key), key))
         if isinstance(raw, list | tuple) and raw:
             record[key]
-            found[key] = raw
-    if not found:
+            by_key[key] = raw
+    if not by_key:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
-    both = [_turns(record, raw, key) for key, raw in found.items()]
+    both = [_turns(record, raw, key) for key, raw in by_key.items()]
     if len(both) > 1 and both[1] != both[0]:
         bad = "`conversations` and `messages` are different conversations; keep one"
         raise SampleProblem("bad_turn", bad)
-    return _content_of_turns(record, *both[0], f"{next(iter(found))}[]", reading)
+    return _content_of_turns(record, *both[0], f"{next(iter(by_key))}[]", reading)
 
 
 def _content_of_turns(
@@ -194,7 +194,7 @@ def _content_of_turns(
             record[key]
             turns = with_them
             break
-    files = {kind: _files(record, kind, given) for kind, given in parts.items()}
+    files = {kind: _files(record, kind, places) for kind, places in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
     content = replace(with_files(turns, files, reading, column_numbers(record)), turns_path=path)
@@ -217,7 +217,7 @@ def _single_key(record: Fields, reading: Reading) -> Content:
     if roles is None:
         raise SampleProblem("bad_turn", f"`{path}` has neither roles nor {PAIR_ROLES}")
     messages: list[Any] = []
-    for number, pair in enumerate(record.inner(each, path) for each in raw):
+    for number, pair in enumerate(record.inner(item, path) for item in raw):
         if number == 0 and not is_empty(pair.peek("system")):
             messages.append({"role": "system", "content": pair["system"]})
         question, answer = (pair.get(role) for role in roles)
@@ -290,7 +290,7 @@ def _turns(record: Fields, raw: Sequence[Any], key: str) -> tuple[tuple[Turn, ..
 
 def _files(record: Fields, kind: str, places: _Places) -> list[Media]:
     """The files that parts of messages bring, else those of the record."""
-    files = [each for each in places if each is not None] or record_files(record, kind)
+    files = [media for media in places if media is not None] or record_files(record, kind)
     if places and not files:
         bad = f"{len(places)} parts of the type {kind} for 0 files"
         raise SampleProblem(f"marker_without_{kind}", bad)
@@ -313,19 +313,19 @@ def _parsed(raw: Any, key: str) -> Any:
 def _turn(item: Any, number: int, parts: _Parts) -> Turn:
     if not isinstance(item, Fields):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
-    given, text = _read_first(item, "from", "role"), _read_first(item, "value", "content")
-    if given is not None and given == item.peek("role"):
+    raw_role, text = _read_first(item, "from", "role"), _read_first(item, "value", "content")
+    if raw_role is not None and raw_role == item.peek("role"):
         item["role"]
-    role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
+    role = ROLES.get(raw_role.strip().lower()) if isinstance(raw_role, str) else None
     if role is None:
-        bad = f"turn {number} has the role {str(given)[:80]!r}; known: {', '.join(ROLES)}"
+        bad = f"turn {number} has the role {str(raw_role)[:80]!r}; known: {', '.join(ROLES)}"
         raise SampleProblem("bad_turn", bad)
     several, pieces = [], []
     if isinstance(text, list):
         several = [item.inner(part, "content[]") for part in text]
         pieces = [_part(part, number, parts) for part in several]
         text = "".join(pieces)
-    text, more = read_fields(item, str(given).strip().lower(), text, number)
+    text, more = read_fields(item, str(raw_role).strip().lower(), text, number)
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the text of turn {number} is a {type(text).__name__}")
     learned = turn_learned(item, role, text)
@@ -349,20 +349,20 @@ def _part(part: Any, number: int, parts: _Parts) -> str:
 
 def _with_system(record: Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """Turns after a system prompt next to them; one of their own leaves that unread."""
-    given = {key: record.peek(key) for key in SYSTEM_KEYS if not is_empty(record.peek(key))}
-    if not given:
+    prompts = {key: record.peek(key) for key in SYSTEM_KEYS if not is_empty(record.peek(key))}
+    if not prompts:
         return turns
     if turns[0].role == "system":
-        for key, system in given.items():
+        for key, system in prompts.items():
             if system == turns[0].text:
                 record[key]
         return turns
-    for key, system in given.items():
+    for key, system in prompts.items():
         if not isinstance(record[key], str):
             raise SampleProblem("bad_turn", f"`{key}` is a {type(system).__name__}")
-    if len(set(given.values())) > 1:
-        raise SampleProblem("bad_turn", f"{' and '.join(f'`{key}`' for key in given)} differ")
-    return (Turn("system", next(iter(given.values()))), *turns)
+    if len(set(prompts.values())) > 1:
+        raise SampleProblem("bad_turn", f"{' and '.join(f'`{key}`' for key in prompts)} differ")
+    return (Turn("system", next(iter(prompts.values()))), *turns)
 
 
 # --- documents ---
@@ -503,8 +503,8 @@ def _read_first(record: Fields, *keys: str) -> Any:
     return None
 
 
-def _are_objects(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(x, Mapping) for x in given)
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
 
 
 def _rows(raw: Any) -> Any:

@@ -42,9 +42,9 @@ class UserMap:
             yield record
             return
         try:
-            given = self.function(dict(record.value))
-            is_many = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
-            several = list(given) if is_many else [given]
+            result = self.function(dict(record.value))
+            is_many = isinstance(result, Iterable) and not isinstance(result, Mapping | str)
+            several = list(result) if is_many else [result]
         except (Exception, SystemExit) as error:  # of the user's code, about this record
             why = f"{self.name}: {type(error).__name__}: {first_line(error)}"
             yield replace(record, broken=why, reason="map_failed")
@@ -87,10 +87,10 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(f"isobatch_map_{path.stem}", path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(f"isobatch_map_{path.stem}", path)
+    if spec is None or spec.loader is None:
         raise ConfigError("not a Python file")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look their module up
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
     return module

@@ -39,5 +39,5 @@ def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
     """First token with the character `char`, or with the next character that any token has."""
     # A character has no token when the tokenizer's normalizer drops it.
-    found = (encoding.char_to_token(i) for i in range(char, num_chars))
-    return next((token for token in found if token is not None), len(encoding))
+    tokens = (encoding.char_to_token(i) for i in range(char, num_chars))
+    return next((token for token in tokens if token is not None), len(encoding))

@@ -120,8 +120,8 @@ def prompt_end(turn: str, prompt: str, *, is_first: bool) -> int | None:
     """
     if turn.startswith(prompt):
         return len(prompt)
-    if is_first and (found := turn.find(prompt)) >= 0:
-        return found + len(prompt)
+    if is_first and (start := turn.find(prompt)) >= 0:
+        return start + len(prompt)
     same = next((i for i, (a, b) in enumerate(zip(turn, prompt, strict=False)) if a != b), None)
     if same is None:
         same = min(len(turn), len(prompt))

@@ -152,13 +152,13 @@ class ChatTemplate:
         """
         text = self.render(messages, tools=tools)
         by_role = {i for i, m in enumerate(messages) if m["role"] == "assistant"}
-        kept = {i for i in by_role if learned[i] is None or learned[i] is True}
+        whole = {i for i in by_role if learned[i] is None or learned[i] is True}
         spans = []
-        if kept:
-            spans = [span for i, span in self._by_message(messages, tools) if i in kept]
-        given = [i for i, each in enumerate(learned) if each and i not in kept]
-        if given:
-            spans += self._between_edges(text, edged, given, tools)
+        if whole:
+            spans = [span for i, span in self._by_message(messages, tools) if i in whole]
+        in_parts = [i for i, value in enumerate(learned) if value and i not in whole]
+        if in_parts:
+            spans += self._between_edges(text, edged, in_parts, tools)
         return text, merged(spans)
 
     def _by_message(self, messages: Sequence[Message], tools: Any) -> list[tuple[int, Span]]:
@@ -176,9 +176,9 @@ class ChatTemplate:
         return [(i, span) for i, span in parts if i is not None]
 
     def _between_edges(
-        self, text: str, edged: Sequence[Message], given: Sequence[int], tools: Any
+        self, text: str, edged: Sequence[Message], numbers: Sequence[int], tools: Any
     ) -> list[Span]:
-        """What is between the edges of the messages `given`."""
+        """What is between the edges of the messages of these `numbers`."""
         places = read_marks(self.render(edged, tools=tools))
         if places.text != text:
             raise TemplateRefusedError(
@@ -186,7 +186,7 @@ class ChatTemplate:
                 " says are learned have no place of their own in the text"
             )
         spans = []
-        for i in given:
+        for i in numbers:
             starts, ends = places.edges.get(2 * i, []), places.edges.get(2 * i + 1, [])
             meant = edged[i]
             number = json.dumps(meant, ensure_ascii=False).count(edge(2 * i))
@@ -240,17 +240,17 @@ class ChatTemplate:
         ]
         try:
             text = self.render(stand_ins)
-            found = list(_STAND_IN.finditer(text))
-            if [match[1] for match in found] != [str(i) for i in range(next(number))]:
+            matches = list(_STAND_IN.finditer(text))
+            if [match[1] for match in matches] != [str(i) for i in range(next(number))]:
                 return None
             try:
-                spans = self._by_context(stand_ins, text, [match.span() for match in found])
+                spans = self._by_context(stand_ins, text, [match.span() for match in matches])
             except TemplateRefusedError as refusal:
                 spans = self._by_turns(stand_ins, text, None, refusal)
         except TemplateRefusedError:
             return None
-        ends = [0, *(match.end() for match in found)]
-        lengths = [0, *itertools.accumulate(len(match[0]) for match in found)]
+        ends = [0, *(match.end() for match in matches)]
+        lengths = [0, *itertools.accumulate(len(match[0]) for match in matches)]
         places = [(_place(a, ends, lengths), _place(b, ends, lengths)) for a, b in spans]
         roles = [m["role"] for m in messages for _ in range(_num_texts(m["content"]))]
         return _Outline(_STAND_IN.split(text)[::2], places, roles)
@@ -309,8 +309,8 @@ class ChatTemplate:
     def _places(self, messages: Sequence[Message], full: str, tools: Any) -> Places:
         """What the template's loop writes for each message of `full`."""
         # by identity, so the same object must not be two messages
-        own = [dict(message) for message in messages]
-        places = read_marks(self.render(own, tools=tools, place_marks=PlaceMarks(own)))
+        copies = [dict(message) for message in messages]
+        places = read_marks(self.render(copies, tools=tools, place_marks=PlaceMarks(copies)))
         if places.text != full:
             raise TemplateRefusedError("the chat template reads the text that it has written")
         return places

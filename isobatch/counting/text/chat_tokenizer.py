@@ -228,8 +228,8 @@ class ChatTokenizer:
         its videos.
         """
         none: list[Sequence[str]] = [()] * len(batch)
-        given = zip(batch, markups or none, video_markups or none, strict=True)
-        prepared = [self._prepare(turns, written) for turns, *written in given]
+        samples = zip(batch, markups or none, video_markups or none, strict=True)
+        prepared = [self._prepare(turns, written) for turns, *written in samples]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
             rows: dict[int, _Rendered] = {}
@@ -253,9 +253,9 @@ class ChatTokenizer:
         try:
             content.encode()
         except UnicodeEncodeError as error:
-            found = f"the lone surrogate {content[error.start]!r}"
+            surrogate = f"the lone surrogate {content[error.start]!r}"
             return TextRejected(
-                "invalid_utf8", f"character {error.start} of the conversation is {found}"
+                "invalid_utf8", f"character {error.start} of the conversation is {surrogate}"
             )
         tokens = frozenset(token for turn in turns for token in turn.tokens)
         protected = self._control.occur_in(_without(self._writer.blank(content), tokens)) or (
@@ -305,7 +305,7 @@ class ChatTokenizer:
         """The text of a conversation, its spans with labels, and the fields that it leaves out."""
         write = partial(self._writer.content, guard=guard)
         messages, tools = messages_of(turns, write, guard)
-        given = messages
+        all_messages = messages
         if not any(turn.more for turn in turns):
             unused: tuple[tuple[int, str], ...] = ()
         else:
@@ -314,7 +314,7 @@ class ChatTokenizer:
             text, spans = self._template.render_with_answers(messages, tools)
         else:
             text, spans = self._as_learned(turns, messages, tools, write)
-        require_shown(text, given)
+        require_shown(text, all_messages)
         dropped = dropped_thoughts(turns, text, guard, self._writer.markers_in)
         return text, spans, (*unused, *dropped)
 
@@ -372,20 +372,20 @@ class ChatTokenizer:
         """
         written: dict[str, Sequence[str] | None] = {}
         num_tokens = dict(num_files)
-        for medium, given in zip(self._visual, markups, strict=False):
+        for medium, of_files in zip(self._visual, markups, strict=False):
             number, markup = num_files[medium.kind], medium.markup
             written[medium.in_text] = None
             if markup.placeholder:
                 # not given, or a sample that is refused for it later
-                own = given if len(given) == number else [markup.text] * number
-                written[medium.in_text] = own
-                num_tokens[medium.kind] = sum(each.count(markup.token) for each in own)
+                strings = of_files if len(of_files) == number else [markup.text] * number
+                written[medium.in_text] = strings
+                num_tokens[medium.kind] = sum(string.count(markup.token) for string in strings)
         try:
             text, spans, order = write_markups(text, spans, written)
         except ValueError as error:
             raise TemplateRefusedError(f"the chat template makes {error}") from None
         video = self._visual[-1].in_text if "video" in num_files else ""
-        videos_at = tuple(place for place, found in enumerate(order) if found == video)
+        videos_at = tuple(place for place, placeholder in enumerate(order) if placeholder == video)
         return text, spans, num_tokens, videos_at
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
@@ -410,9 +410,11 @@ class ChatTokenizer:
             num_tokens = sum(rendered.num_tokens[medium.kind] for medium in media)
             written = np.flatnonzero(input_ids == token_id).tolist()
             if len(written) != num_tokens:
-                made = f"{len(written)} {media[0].kind} tokens in the text"
+                actual = f"{len(written)} {media[0].kind} tokens in the text"
                 meant = f"{num_tokens} {media[0].marker} markers"
-                return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
+                return TextRejected(
+                    "chat_template", f"the chat template makes {actual} for {meant}"
+                )
             places += written
         num_media = sum(start <= place < end for place in places for start, end in spans)
         num_loss_tokens = sum(end - start for start, end in spans) - num_media
@@ -443,13 +445,13 @@ class ChatTokenizer:
         also takes strings, numbers them. Images and videos only if it takes no strings: otherwise
         the model's own markup says what it would write, if it does (`template_first`).
         """
-        given: list[tuple[MediumKind, str, MediaMarkup | None, int | None]] = [
+        candidates: list[tuple[MediumKind, str, MediaMarkup | None, int | None]] = [
             ("image", IMAGE_MARKER, image, self.image_token_id),
             ("video", VIDEO_MARKER, video, self.video_token_id),
             ("audio", AUDIO_MARKER, audio, self.audio_token_id),
         ]
         media = []
-        for kind, marker, markup, token_id in given:
+        for kind, marker, markup, token_id in candidates:
             if markup is not None and token_id is not None:
                 asked = takes_parts or kind == "audio" or markup.template_first
                 parts = asked and self._writes(kind, markup)
@@ -497,17 +499,17 @@ def _only_turn(turns: Sequence[Turn]) -> Turn:
     return turns[0]
 
 
-def _day(given: str | None) -> date:
+def _day(day: str | None) -> date:
     """The day of a date, or else of SOURCE_DATE_EPOCH, or else the default; ConfigError."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
-        if given is not None:
-            return date.fromisoformat(given)
+        if day is not None:
+            return date.fromisoformat(day)
         return DEFAULT_DATE if epoch is None else datetime.fromtimestamp(int(epoch), UTC).date()
     except (ValueError, OverflowError, OSError):
-        what = "SOURCE_DATE_EPOCH" if given is None else "--template-date (template_date)"
-        form = "seconds since 1970" if given is None else "YYYY-MM-DD"
-        raise ConfigError(f"{what} = {(given or epoch)!r}: expected a day as {form}") from None
+        what = "SOURCE_DATE_EPOCH" if day is None else "--template-date (template_date)"
+        form = "seconds since 1970" if day is None else "YYYY-MM-DD"
+        raise ConfigError(f"{what} = {(day or epoch)!r}: expected a day as {form}") from None
 
 
 # --- parts of a tokenizer ---

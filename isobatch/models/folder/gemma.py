@@ -112,8 +112,8 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
         wide = bool(text.value("use_double_wide_mlp")) and number >= first_shared
         ffn += text.count("intermediate_size") * (1 + wide)
     # a layer's own embedding: two matrices in it, and its part of one before all layers
-    own = text.whole("hidden_size_per_layer_input")
-    active = held = ffn // layers + own
+    layer_embedding = text.whole("hidden_size_per_layer_input")
+    active = held = ffn // layers + layer_embedding
     if text.value("enable_moe_block"):
         expert = text.count("moe_intermediate_size")
         active += expert * text.count("top_k_experts")
@@ -132,7 +132,7 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
         all_experts_size=held if held > active else None,
         full_head_size=full_head,
         mean_attention_weights=attention // layers,
-        embedding_size=hidden + layers * own,
+        embedding_size=hidden + layers * layer_embedding,
         sandwich_norms=True,
         head_norms=True,
     )
@@ -140,8 +140,8 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
 
 def _full_heads(text: JsonTable, kinds: list[str], kv_heads: int | None) -> tuple[int, int]:
     """Size of the heads of layers over whole samples, and their key heads, if not `kv_heads`."""
-    own, number = text.table("per_layer_config"), kinds.index("full_attention")
-    layer = own.table(str(number) if str(number) in own else f"{number:02d}")
+    layers, number = text.table("per_layer_config"), kinds.index("full_attention")
+    layer = layers.table(str(number) if str(number) in layers else f"{number:02d}")
     head, keys = _FULL_HEAD_SIZE, kv_heads or text.count("num_key_value_heads")
     if "global_head_dim" in text:
         head = text.count("global_head_dim")

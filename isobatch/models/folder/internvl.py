@@ -16,7 +16,7 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
     images = files.image_table("GotOcr2ImageProcessor")
     side = square_side(images)
     pixels = pixels_of(images)
-    most = images.count("max_patches")
+    max_patches = images.count("max_patches")
     # InternVLProcessor cuts tiles whatever the image processor's own file says
     images.require_read((*HARMLESS, "default_to_square", "crop_to_patches", "min_patches"))
     processor = files.processor_table()
@@ -40,8 +40,8 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
             image_size=side,
             vit_tokens_per_patch=(side // vision.count("patch_size")) ** 2 + 1,
             llm_tokens_per_patch=tokens,
-            min_patches=images.count("min_patches") if most > 1 else 1,
-            max_patches=most,
+            min_patches=images.count("min_patches") if max_patches > 1 else 1,
+            max_patches=max_patches,
         ),
         vit=vit_shape(
             vision, (vision.count("hidden_size") * merged**2, width, width), layer_scale=True

@@ -60,8 +60,8 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
     processor.require("num_image_tokens", tokens)
     processor.require("vision_feature_select_strategy", "full")
     aspect = processor.value("vision_aspect_ratio") or "anyres_max_9"
-    most = str(aspect).removeprefix("anyres_max_")
-    if not most.isdigit():
+    max_crops = str(aspect).removeprefix("anyres_max_")
+    if not max_crops.isdigit():
         raise processor.wrong("vision_aspect_ratio", "only anyres_max_N is supported")
     processor.require_read(_PROCESSOR_HARMLESS)
     rule = AnyresRule(
@@ -70,7 +70,7 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
         vit_patch_size=patch,
         vit_tokens_per_patch=tokens,
         grid_pinpoints=pinpoints,
-        anyres_max=int(most),
+        anyres_max=int(max_crops),
     )
     return _preset(files, rule, "anyres tiles")
 
@@ -93,7 +93,7 @@ def _pinpoints(images: JsonTable) -> tuple[tuple[int, int], ...]:
     """(height, width) of the grids, in the file's order, which breaks ties."""
     pairs = images.value("image_grid_pinpoints")
     if not isinstance(pairs, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or any(type(each) is not int for each in pair)
+        not isinstance(pair, list) or len(pair) != 2 or any(type(side) is not int for side in pair)
         for pair in pairs
     ):
         raise images.wrong("image_grid_pinpoints", "give a list of [height, width]")
@@ -135,8 +135,8 @@ def _tokens_per_patch(files: ModelFiles, side: int) -> tuple[int, int]:
 
 
 def _image_token(files: ModelFiles) -> str:
-    given = files.processor_table().value("image_token")
-    return files.named_token("image_token", given if isinstance(given, str) else "<image>")
+    token = files.processor_table().value("image_token")
+    return files.named_token("image_token", token if isinstance(token, str) else "<image>")
 
 
 def _vit(files: ModelFiles, text: JsonTable) -> VitShape:

@@ -37,7 +37,7 @@ def read_qwen_vl(files: ModelFiles) -> ModelPreset:
 def read_qwen_omni(files: ModelFiles) -> ModelPreset:
     """Qwen2.5-Omni and Qwen3-Omni: images and audio of the thinker."""
     kind, config = f"{files.model_type}_thinker", files.config_table().table("thinker_config")
-    thinker = replace(files, config={**config.given, "model_type": kind})
+    thinker = replace(files, config={**config.file_values, "model_type": kind})
     seen, heard = (
         MediaMarkup(
             token=files.named_token(f"{token}_token"),

@@ -34,7 +34,7 @@ def part_of(files: ModelFiles, name: str, *, flat: bool = False) -> JsonTable:
     of_family = config_defaults(files.model_type).get(name, {})
     values: Json = {}
     if files.config.get(name) is not None:
-        values = JsonTable(files.config, config.where).table(name).given
+        values = JsonTable(files.config, config.where).table(name).file_values
         # some early checkpoints name the family here
         if values.get("model_type") == files.model_type:
             del values["model_type"]
@@ -103,7 +103,7 @@ def _full_layers(text: JsonTable, kind: str) -> tuple[int | None, int | None]:
     num_layers = text.count("num_hidden_layers")
     kinds = text.value("layer_types")
     if isinstance(kinds, list):
-        full = sum(each == "full_attention" for each in kinds)
+        full = sum(layer == "full_attention" for layer in kinds)
     else:
         every = (_SLIDING_PATTERN | _LINEAR_PATTERN).get(kind, 1)
         for key in ("sliding_window_pattern", "full_attention_interval"):

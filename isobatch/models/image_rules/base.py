@@ -41,8 +41,8 @@ class PlaceOn(NamedTuple):
     width: int
     height: int
     """Size of the canvas."""
-    left: int = 0
-    top: int = 0
+    x: int = 0
+    y: int = 0
     """Place of the picture's first pixel on the canvas; negative to crop."""
     fill: tuple[int, int, int] = BLACK
 
@@ -102,7 +102,7 @@ class ImagePlan:
         """The largest picture, of such the last: the one with the image's details."""
         if len(self.pictures) == 1:
             return self.pictures[0]
-        return max(reversed(self.pictures), key=lambda each: each.size[0] * each.size[1])
+        return max(reversed(self.pictures), key=lambda picture: picture.size[0] * picture.size[1])
 
     @property
     def resized_width(self) -> int:
@@ -130,7 +130,7 @@ class PixelRule:
     """Names of `ImagePlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=MOST_VALUE)
+        check_positive(self, max_integer=MOST_VALUE)
         if min(self.std) <= 0:
             raise ConfigError(f"std = {list(self.std)}: must be greater than 0")
 

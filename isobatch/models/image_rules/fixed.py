@@ -33,5 +33,5 @@ class FixedRule(CropsRule):
         # the longer edge is cut off to a whole pixel, not rounded
         longer = int(side * max(width, height) / min(width, height))
         resized = ResizeTo(side, longer) if width <= height else ResizeTo(longer, side)
-        left, top = (resized.width - side) // 2, (resized.height - side) // 2
-        return PicturePlan((resized, PlaceOn(side, side, -left, -top)))
+        x, y = (resized.width - side) // 2, (resized.height - side) // 2
+        return PicturePlan((resized, PlaceOn(side, side, -x, -y)))

@@ -36,8 +36,8 @@ class SplitsRule(CropsRule):
         CropsRule.__post_init__(self)
         longest, most_tiles = min(self.longest_side, LARGEST_SIDE), math.isqrt(MOST_CROPS)
         if longest > most_tiles * self.image_size:
-            most = f"{longest} pixels on a side are more than {most_tiles} tiles"
-            raise ConfigError(f"image_size = {self.image_size}: {most}; give a larger one")
+            too_large = f"{longest} pixels on a side are more than {most_tiles} tiles"
+            raise ConfigError(f"image_size = {self.image_size}: {too_large}; give a larger one")
 
     part_names: ClassVar[tuple[str, ...]] = ("tile", "row", "whole", "single")
 

@@ -22,9 +22,9 @@ class TilesRule(CropsRule):
     def __post_init__(self) -> None:
         CropsRule.__post_init__(self)
         if not self.min_patches <= self.max_patches <= MOST_CROPS:
-            given = f"min_patches = {self.min_patches}, max_patches = {self.max_patches}"
+            actual = f"min_patches = {self.min_patches}, max_patches = {self.max_patches}"
             allowed = f"at most {MOST_CROPS:,}, the first not above the other"
-            raise ConfigError(f"{given}: give {allowed}")
+            raise ConfigError(f"{actual}: give {allowed}")
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The closest grid of tiles, and a thumbnail if it has several."""

@@ -77,7 +77,7 @@ class SampledRule:
     """Names of `VideoPlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=2**31 - 1)
+        check_positive(self, max_integer=2**31 - 1)
 
     def plan(self, facts: VideoFacts) -> VideoPlan:
         """The plan of a video with pixels and frames. VideoRejected if the model refuses it."""
@@ -92,11 +92,12 @@ class SampledRule:
         raise NotImplementedError
 
 
-def too_short(facts: VideoFacts, least: int) -> VideoRejected:
+def too_short(facts: VideoFacts, min_frames: int) -> VideoRejected:
     """The error for a video with too few frames."""
     frames = f"{facts.num_frames} frame" + "s" * (facts.num_frames != 1)
     return VideoRejected(
-        "short_video", f"video of {frames}: the model needs {least}; remove it, or use an image"
+        "short_video",
+        f"video of {frames}: the model needs {min_frames}; remove it, or use an image",
     )
 
 

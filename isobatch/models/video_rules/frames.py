@@ -63,7 +63,7 @@ class FramesRule(SampledRule):
         """A `frame` for each, its label the number from 1, and `between` two of them."""
         labels = [str(number) for number in range(1, len(indices) + 1)]
         parts = labelled("frame", self.llm_tokens_per_frame, labels)
-        return tuple(each for part in parts for each in (MarkupPart("between"), part))[1:]
+        return tuple(piece for part in parts for piece in (MarkupPart("between"), part))[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class ClockRule(FramesRule):
         """`count` and `duration`, which introduce the video, a `frame` for each, `end`."""
         seconds = [index / facts.rate for index in indices]
         duration = seconds[-1] if facts.is_list else facts.duration
-        labels = [f"{int(each // 60):02d}:{int(each % 60):02d}" for each in seconds]
+        labels = [f"{int(second // 60):02d}:{int(second % 60):02d}" for second in seconds]
         return (
             MarkupPart("count", label=number_words(len(indices))),
             MarkupPart("duration", label=str(timedelta(seconds=int(duration)))),

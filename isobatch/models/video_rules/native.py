@@ -62,9 +62,9 @@ class NativeVideoRule(SampledRule):
     def sample(self, facts: VideoFacts) -> Indices:
         """A whole number of temporal patches, evenly from the first frame on."""
         length, total = self.temporal_patch_size, facts.num_frames
-        most = min(self.max_frames, total) // length * length
+        max_frames = min(self.max_frames, total) // length * length
         wanted = total / facts.rate * self.frames_per_second
-        count = math.floor(min(max(wanted, self.min_frames), most) / length) * length
+        count = math.floor(min(max(wanted, self.min_frames), max_frames) / length) * length
         if not count:
             raise too_short(facts, length)
         return spread(0, total, count)
@@ -72,11 +72,11 @@ class NativeVideoRule(SampledRule):
     def resized(self, facts: VideoFacts, num_frames: int) -> Size:
         """Pixels of a resized frame."""
         self.check_aspect(facts, (facts.width, facts.height))
-        most, unit = self.max_pixels, self.unit
+        max_pixels, unit = self.max_pixels, self.unit
         if self.max_video_tokens is not None:
             share = int(self.max_video_tokens * unit * unit * 0.9) * self.temporal_patch_size
-            most = max(min(most, share // num_frames), int(self.min_pixels * 1.05))
-        return nearest_size((facts.width, facts.height), unit, (self.min_pixels, most))
+            max_pixels = max(min(max_pixels, share // num_frames), int(self.min_pixels * 1.05))
+        return nearest_size((facts.width, facts.height), unit, (self.min_pixels, max_pixels))
 
     def parts(self, facts: VideoFacts, indices: Indices, tokens: int) -> tuple[MarkupPart, ...]:
         """None: all tokens are in one run."""
@@ -118,12 +118,12 @@ class TimestampsRule(NativeVideoRule):
             raise too_short(facts, length)
         size = scaled_up((facts.width, facts.height), unit)
         self.check_aspect(facts, size)
-        most = self.max_pixels
+        max_pixels = self.max_pixels
         if self.max_video_tokens is not None:
-            each = min(self.max_video_tokens * unit * unit, most // num_frames)
-            most = max(each, int(self.min_pixels * 1.05)) * num_frames
+            frame_pixels = min(self.max_video_tokens * unit * unit, max_pixels // num_frames)
+            max_pixels = max(frame_pixels, int(self.min_pixels * 1.05)) * num_frames
         whole = round(num_frames / length) * length
-        return nearest_size(size, unit, (self.min_pixels, most), frames=(num_frames, whole))
+        return nearest_size(size, unit, (self.min_pixels, max_pixels), frames=(num_frames, whole))
 
     def parts(self, facts: VideoFacts, indices: Indices, tokens: int) -> tuple[MarkupPart, ...]:
         """A `frame` per temporal patch; its label is the mean of its first and last second."""
@@ -147,7 +147,7 @@ class GlmVideoRule(TimestampsRule):
         last, duration, wanted = facts.num_frames - 1, facts.duration, self.frames_per_second
         if duration <= self.max_seconds:
             count = max(math.floor(duration * wanted), 1)
-            places = [math.ceil(each * facts.rate / wanted) for each in range(count)]
+            places = [math.ceil(number * facts.rate / wanted) for number in range(count)]
         elif (count := int(self.max_seconds * wanted)) >= facts.num_frames:
             places = list(range(facts.num_frames))
         else:
@@ -158,4 +158,4 @@ class GlmVideoRule(TimestampsRule):
 
     def parts(self, facts: VideoFacts, indices: Indices, tokens: int) -> tuple[MarkupPart, ...]:
         """A `frame` per temporal patch; its label is the second of its first frame, cut off."""
-        return labelled("frame", tokens, [str(int(each / facts.rate)) for each in indices[::2]])
+        return labelled("frame", tokens, [str(int(index / facts.rate)) for index in indices[::2]])
