@@ -130,7 +130,8 @@ def build_config(kind: type[Config], values: Any, *, where: str) -> Config:
         raise ConfigError(f"{where}: unknown key {named}; known: {keys}")
     if missing := _required(known) - values.keys():
         raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
-    frozen, hints = {name: _frozen(value) for name, value in values.items()}, _hints_of(kind)
+    frozen = {name: _frozen(value) for name, value in values.items()}
+    hints = _hints_of(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
             should = _text(hints[name])

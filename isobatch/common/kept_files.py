@@ -50,7 +50,8 @@ def remove_files(folder: Path, kind: str, max_bytes: int, keep: Path | None = No
     Without `keep`, and those whose lock is held. Processes that have mapped one go on with it.
     """
     files = kept_files(folder, kind)
-    total, freed = sum(file.num_bytes for file in files), 0
+    total = sum(file.num_bytes for file in files)
+    freed = 0
     for file in files:
         if total - freed <= max_bytes:
             break

@@ -37,7 +37,8 @@ class FileCounter:
     """Counts files for one model. Every method raises SampleProblem for a file of no use."""
 
     def __init__(self, model: ModelPreset, *, decode_images: bool) -> None:
-        self._model, self._decode_images = model, decode_images
+        self._model = model
+        self._decode_images = decode_images
 
     def count_image(self, root: Folder, media: Media, images_in_sample: int) -> CountedFile:
         """An image, one of so many of its sample."""

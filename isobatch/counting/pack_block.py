@@ -75,7 +75,8 @@ def pack_block(
 
     `blobs` holds the content of files that came with the records.
     """
-    places, samples = np.arange(len(counted.sample_ids)), counted.samples
+    places = np.arange(len(counted.sample_ids))
+    samples = counted.samples
     lost: dict[int, SampleProblem] = {}
     while True:
         images, audios = _unread_files(samples, "images"), _unread_files(samples, "audios")
@@ -249,7 +250,8 @@ def _read_samples(
 
 
 def _by_sample(lists: pa.ListArray, files: PackedFiles) -> Iterator[list[_File]]:
-    samples, view = lists.flatten(), files.content.data
+    samples = lists.flatten()
+    view = files.content.data
     fields = [samples.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
     views = [view[a:b] for a, b in pairwise(files.content_offsets.tolist())]
     pairs = list(zip(starmap(Media, zip(*fields, strict=True)), views, strict=True))

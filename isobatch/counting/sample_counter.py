@@ -278,7 +278,8 @@ class SampleCounter:
             if num_rendered[kind] < meant:
                 detail = f"it renders {num_rendered[kind]} of {meant} {kind} files"
                 return _reject(sample, "chat_template", detail)
-        following, at = iter(images), dict(zip(text.videos_at, videos, strict=True))
+        following = iter(images)
+        at = dict(zip(text.videos_at, videos, strict=True))
         both = [at[i] if i in at else next(following) for i in range(len(images) + len(videos))]
         runs = [run for file in both if file.plan for run in file.plan.runs]
         return {

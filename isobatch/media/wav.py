@@ -50,7 +50,8 @@ def wav_header(read: Callable[[int, int], bytes]) -> WavHeader:
 
     Raises WavError for a file that has no format or no samples.
     """
-    form, offset = b"", 12
+    form = b""
+    offset = 12
     for _ in range(MAX_CHUNKS):
         head = read(offset, 8)
         if len(head) < 8:

@@ -127,7 +127,8 @@ def plan_clip(rule: AudioRule, length: int, longest: int) -> AudioPlan:
     """
     if length < 1:
         raise AudioRejected("empty_audio", "the clip has no samples; remove it")
-    num_frames, num_windows = -(-length // rule.hop_length), 1
+    num_frames = -(-length // rule.hop_length)
+    num_windows = 1
     if rule.long_clips == "whole":
         # the longest clip has no frame of its last, incomplete hop
         num_frames = min(num_frames, longest // rule.hop_length)

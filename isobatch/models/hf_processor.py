@@ -213,13 +213,15 @@ def describe_processor(source: str, family: str) -> DescribedProcessor:
     config, full = _load(source)
     name = type(full).__name__
     _check_model(config, full)
-    placeholder, token = full.image_token, _image_token(config, full)
+    placeholder = full.image_token
+    token = _image_token(config, full)
     try:
         values = _description(full, token)
         unknown = {"kept": (), "counts_runs": False, "blank_arguments": {}}
         described = open_processor(repr(values | unknown))
         images = _blank_images()
-        message, outputs = _probe_text(full, placeholder, len(images)), described.process(images)
+        message = _probe_text(full, placeholder, len(images))
+        outputs = described.process(images)
         full_outputs = full(images=images, text=[message], return_tensors="pt")
         values["kept"], size = _try_pixels(described, full_outputs, outputs)
         texts = _try_texts(described, outputs)

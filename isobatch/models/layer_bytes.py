@@ -115,7 +115,8 @@ def embedding_bytes(values: float, run: LayerRun) -> KeptBytes:
 
 def projector_bytes(shape: EncoderShape, run: LayerRun) -> KeptBytes:
     """All projectors of an encoder, per token that enters them: LayerNorm and an MLP each."""
-    size, count = run.number_bytes, shape.num_projectors
+    size = run.number_bytes
+    count = shape.num_projectors
     # products are split by their outputs and by their inputs in turn
     inner = [
         run.split(width) if place % 2 else width
@@ -165,7 +166,8 @@ def activation_budget(
 def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
     query, key = run.head_widths(shape)
-    numbers, copies = 2 * query + 2 * key, 0
+    numbers = 2 * query + 2 * key
+    copies = 0
     if isinstance(shape, VitShape) and shape.joint_attention and run.kernels == "transformers":
         numbers, copies = numbers + 2 * query, query
     heads = NOTHING
@@ -181,7 +183,8 @@ def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
 
 def _feed_forward(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
-    width, plain = run.number_bytes * run.split(shape.ffn_size), run.kernels == "transformers"
+    width = run.number_bytes * run.split(shape.ffn_size)
+    plain = run.kernels == "transformers"
     # what the activation function and the gate need, without their product
     numbers = 2 + plain if shape.gated else 1
     if shape.quick_gelu and plain:

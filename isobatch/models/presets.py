@@ -284,7 +284,8 @@ class MediaMarkup:
 
 @lru_cache(maxsize=1 << 12)
 def _written(markup: MediaMarkup, parts: tuple[MarkupPart, ...], number: int) -> str:
-    texts, pieces = dict(markup.parts), []
+    texts = dict(markup.parts)
+    pieces = []
     for part in parts:
         text = texts[part.name].replace("{row}", str(part.row)).replace("{label}", part.label)
         pieces.append(text.replace("{column}", str(part.column)))

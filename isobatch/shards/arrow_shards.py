@@ -134,7 +134,8 @@ class ArrowShardWriter:
         return pa.ListArray.from_arrays(pa.array(files.offsets, pa.int32()), values)
 
     def _extra_columns(self, block: PackedBlock) -> pa.StructArray:
-        arrays, to_json = [], partial(json.dumps, ensure_ascii=False)
+        arrays = []
+        to_json = partial(json.dumps, ensure_ascii=False)
         for name, kind in self._extras.items():
             values = block.extras[name]
             if kind == "json":
@@ -245,7 +246,8 @@ def decode_arrow(
     Images, audio and tokens are views into `content`. DECODE_ERRORS if it is damaged.
     """
     batch = GroupColumns(content, schema)
-    borders, sample_ids = batch.borders, tuple(batch.column("sample_id").to_pylist())
+    borders = batch.borders
+    sample_ids = tuple(batch.column("sample_id").to_pylist())
     tokens = borders["input_ids"]
     if borders["labels"] != tokens:
         raise ValueError("tokens and labels do not belong together")
@@ -301,7 +303,8 @@ def _files(
 ) -> tuple[Contents, Sequence[str], Int32Array, list[Any]]:
     """Images or audio files of a batch, their paths (refs), samples and numbers."""
     name = f"{kind}s" if media is None else f"{kind}_paths"
-    borders, numbers = batch.borders[name], []
+    borders = batch.borders[name]
+    numbers = []
     for number in filter(batch.borders.__contains__, _NUMBERS[kind]):
         if batch.borders[number] != borders:
             raise ValueError(f"{kind} files and their numbers do not belong together")
@@ -325,7 +328,8 @@ def _read_refs(
         return media.read(paths, owners, where)
     names = [frames or [path] for path, frames in zip(paths, lists, strict=True)]
     whose = [owner for owner, frame_names in zip(owners, names, strict=True) for _ in frame_names]
-    read_files, contents = iter(media.read([*chain(*names)], whose, where)), []
+    read_files = iter(media.read([*chain(*names)], whose, where))
+    contents = []
     for frames, frame_names in zip(lists, names, strict=True):
         files = [*islice(read_files, len(frame_names))]
         missing = [file for file in files if isinstance(file, MissingFile)]

@@ -90,7 +90,8 @@ class IndexPart:
         """Fill in the checksums of the groups and of the shard `name`, which is read once."""
         with pa.memory_map(str(written)) as source:
             content = memoryview(source.read_buffer())
-        whole, done = FileChecksum(), 0
+        whole = FileChecksum()
+        done = 0
         for number, table in enumerate(self.rows):
             checksums = []
             for row in table.select(["offset", "length"]).to_pylist():
@@ -236,8 +237,10 @@ class _Batches:
         place: str,
         at_once: int = 1,
     ) -> None:
-        self.num_groups, self.num_batches = num_groups, num_batches
-        self._read, self._place = read, place
+        self.num_groups = num_groups
+        self.num_batches = num_batches
+        self._read = read
+        self._place = place
         self._batches: dict[int, pa.RecordBatch] = {}
         self._locks = [threading.Lock() for _ in range(at_once)]
         if num_batches != -(-num_groups // BATCH_ROWS):
@@ -292,7 +295,8 @@ class GroupIndex:
 
     def __init__(self, batches: _Batches, open_ids: Callable[[], _Batches]) -> None:
         """`open_index` makes it. `open_ids` opens the sample ids when they are first asked for."""
-        self._batches, self._open_ids = batches, open_ids
+        self._batches = batches
+        self._open_ids = open_ids
         self._num_groups = batches.num_groups
         self._views: dict[tuple[int, str], NDArray[np.integer[Any]]] = {}
         self._cells: dict[tuple[int, tuple[str, ...]], list[memoryview[int]]] = {}
@@ -367,7 +371,8 @@ class GroupIndex:
             numbers = self._batches.read_numbers()
             views = [self._view(number, name) for number in numbers]
             places = np.array([_address(view) for view in views])
-            lowest, size = int(places.argmin()), views[0].itemsize
+            lowest = int(places.argmin())
+            size = views[0].itemsize
             starts = np.zeros(self._batches.num_batches, np.int64)
             starts[numbers] = (places - places[lowest]) // size
             end = int(starts.max()) + BATCH_ROWS

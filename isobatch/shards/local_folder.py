@@ -81,7 +81,8 @@ class LocalFolder:
             reason = error.strerror or error
             raise DataError(f"{error.filename}: cannot be listed: {reason}") from None
 
-        paths, top = [], self._path / folder
+        paths = []
+        top = self._path / folder
         for parent, folders, names in os.walk(top, onerror=fail, followlinks=self._follow_links):
             folders[:] = [name for name in folders if name[0] != "."]
             visible = [Path(parent, name) for name in names if name[0] != "."]

@@ -84,7 +84,8 @@ class BuildFile:
         """The file of an entry of the manifest."""
         batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
         name, checksum = (_of_type(entry, key, str) for key in ("name", "xxh3_128"))
-        size, types = _of_type(entry, "size", int), _of_type({"types": {}} | entry, "types", dict)
+        size = _of_type(entry, "size", int)
+        types = _of_type({"types": {}} | entry, "types", dict)
         return cls(name=name, size=size, checksum=checksum, batches=batches, types=types)
 
     def to_json(self) -> dict[str, Any]:
@@ -314,7 +315,8 @@ class FolderFiles:
         self, manifest: Manifest, folder: Path | None = None, *, verify: bool = True
     ) -> None:
         """`folder`: where they are, if not next to the manifest. `verify`: compare checksums."""
-        self._manifest, self._verify = manifest, verify
+        self._manifest = manifest
+        self._verify = verify
         self._folder = folder or Path(manifest.place)
         self._mapped: dict[str, pa.Buffer] = {}
 
@@ -345,7 +347,8 @@ class FolderFiles:
 
     def _check_batch(self, file: BuildFile, number: int) -> None:
         """DamagedShard if a record batch is damaged."""
-        batch, path = file.batches[number], self._folder / file.name
+        batch = file.batches[number]
+        path = self._folder / file.name
         # read, not mapped: so columns that nobody uses take no memory of this process
         with pa.OSFile(str(path)) as opened:
             content = opened.read_at(batch.length, batch.offset)

@@ -215,10 +215,13 @@ class _RangedFile(io.RawIOBase):
     """A large object, read in windows; its beginning, to which readers return, stays in memory."""
 
     def __init__(self, root: ObjectFolder, name: str, meta: "ObjectMeta", head: bytes) -> None:
-        self._root, self._name = root, name
+        self._root = root
+        self._name = name
         self._size, self._version = meta["size"], meta["e_tag"]
         self._head = head
-        self._start, self._window, self._window_bytes = 0, head, LEAST_WINDOW
+        self._start = 0
+        self._window = head
+        self._window_bytes = LEAST_WINDOW
         self._position = 0
 
     def readable(self) -> bool:

@@ -287,7 +287,8 @@ class _Worker:
     """A thread with an event loop, which ends with its reader, or before the interpreter does."""
 
     def __init__(self) -> None:
-        self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
         run = self._loop.run_forever
         thread = threading.Thread(target=run, name="isobatch-store", daemon=True)
         thread.start()

@@ -154,7 +154,8 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
         # a sample that completes the group, else a pair, else the next member
         one = _largest_that_fits(pool, buckets, rules, free, slack, -1)
         if one < none and slack - pool[one].score <= tolerance:
-            add, hit = one, True
+            add = one
+            hit = True
             continue
         add, other = _completing_pair(pool, buckets, ahead, rules, (free, slack), tolerance)
         if add < none:

@@ -112,7 +112,9 @@ class Trials:
         predictor: Predictor | None,
         seed: int,
     ) -> None:
-        self._group, self._predictor, self._seed = group, predictor, seed
+        self._group = group
+        self._predictor = predictor
+        self._seed = seed
         self._part = self._whole = counts.take(_draw(rows, CONFIRM_SAMPLES, seed))
         if len(rows) > SEARCH_SAMPLES:
             self._part = counts.take(_draw(rows, SEARCH_SAMPLES, seed))

@@ -89,7 +89,8 @@ def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped
     """
     one, other = above
     min_cost = _cost(one, state) + _cost(other, state)
-    before, tried = sides.copy(), np.empty_like(sides)
+    before = sides.copy()
+    tried = np.empty_like(sides)
     first, second = np.empty_like(one), np.empty_like(other)
     better = False
     for change in range(CHANGES):
@@ -105,7 +106,8 @@ def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped
                 _shift(first, second, loads[place], tried[place])
         cost = _descend(loads, tried, first, second, state)
         if cost < min_cost and not _breaks(first, state) and not _breaks(second, state):
-            min_cost, better = cost, True
+            min_cost = cost
+            better = True
             _fill(sides, tried)
         if min_cost <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
             break
@@ -195,7 +197,8 @@ def _cost(above, state):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, inline="always")
 def _cost_after(first, second, load, in_second, state):  # type: ignore[no-untyped-def]
     """Cost of both groups after a sample has changed sides."""
-    sign, cost = (1 if in_second else -1), 0
+    sign = 1 if in_second else -1
+    cost = 0
     for kind in range(3):
         cost += _cost_of(kind, first[kind] + sign * load[kind], state)
         cost += _cost_of(kind, second[kind] - sign * load[kind], state)

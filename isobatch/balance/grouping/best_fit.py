@@ -122,21 +122,26 @@ def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
     if num_samples == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     num_windows = _num_windows(packing)
-    rounds, draw = rounds // num_windows, _draw(num_samples, num_windows, seed)
+    rounds = rounds // num_windows
+    draw = _draw(num_samples, num_windows, seed)
     strategy = _best_strategy(packing, draw(0), seed, rounds)
     samples = np.empty(num_samples, index_dtype(num_samples))
-    sizes, done = [np.zeros(1, np.int32)], 0
-    rest, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
+    sizes = [np.zeros(1, np.int32)]
+    done = 0
+    rest = np.empty(0, np.int64)
+    tolerance = FIRST_TOLERANCE
     for number in range(num_windows):
         window = np.concatenate([rest, draw(number)])
         if number == num_windows - 1:
             groups = _make_well(packing, strategy, window, seed, number, rounds)
         else:
             # the next window gets the samples that are left and those of the worst groups
-            keep, bits = len(window) // PASSED_ON, _bits(seed, number)
+            keep = len(window) // PASSED_ON
+            bits = _bits(seed, number)
             groups = _make(packing, strategy, window, bits, tolerance, keep)
             groups, weak = groups.split(groups.worst(len(groups.sizes) // PASSED_ON))
-            rest, tolerance = np.concatenate([groups.rest, weak]), groups.tolerance
+            rest = np.concatenate([groups.rest, weak])
+            tolerance = groups.tolerance
         samples[done : done + len(groups.samples)] = groups.samples
         done += len(groups.samples)
         sizes.append(groups.sizes)
@@ -145,7 +150,8 @@ def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
 
 def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: int) -> FitStrategy:
     """Of the two that make the fewest groups of a part of all samples, the better on a window."""
-    num_samples, rounds = len(packing.resources[0].load), min(rounds, TRIAL_ROUNDS)
+    num_samples = len(packing.resources[0].load)
+    rounds = min(rounds, TRIAL_ROUNDS)
     trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
 
     def num_groups(strategy: FitStrategy, samples: IntArray) -> int:
@@ -220,7 +226,8 @@ def _make(
     """Groups of the samples of a window, one pass, until at most `keep` samples are left."""
     loads = packing.pack(window), strategy.scores(packing, window)
     places, ends, slacks, tolerance = run_pass(*loads, strategy.rules, bits[0], tolerance, keep)
-    grouped, members = int(ends[-1]) if len(ends) else 0, window[places]
+    grouped = int(ends[-1]) if len(ends) else 0
+    members = window[places]
     sizes = np.diff(ends, prepend=np.int32(0))
     return _WindowGroups(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
 

@@ -47,7 +47,8 @@ def cap_lines(choice: LimitChoice, names: CapNames | None = None) -> list[str]:
 
 def padded_lines(choice: PaddedChoice, names: CapNames) -> list[str]:
     """The same of caps for padded batches."""
-    limits, rule = choice.limits, f"{choice.multiple:.3g} x the longest sample"
+    limits = choice.limits
+    rule = f"{choice.multiple:.3g} x the longest sample"
     if choice.tokens_given:
         rule = names.given_tokens
     vision_rule = "your max_vision" if choice.vision_given else "the least that costs no batches"
@@ -78,7 +79,8 @@ def _size_figures(trial: CapTrial) -> str:
 
 def _why_line(vision: VisionChoice) -> str:
     """The rule of Q_v, and what smaller caps cost against none."""
-    free, chosen = vision.free, vision.part.limits.max_vision
+    free = vision.free
+    chosen = vision.part.limits.max_vision
     if vision.is_given and chosen >= free.limits.max_vision:
         return " (your max_vision): it never binds"
     price = vision.part.extra_groups(free)
@@ -112,7 +114,8 @@ def _prediction_line(vision: VisionChoice) -> str:
 
 def _compared_line(best: CapTrial, tried: Sequence[CapTrial]) -> str:
     """Groups, fill and predicted time of the chosen vision cap and of its nearest neighbours."""
-    same, cap = _same(best, tried), best.limits.max_vision
+    same = _same(best, tried)
+    cap = best.limits.max_vision
     below = [c for c in same if c.limits.max_vision < cap][-1:]
     above = [c for c in same if c.limits.max_vision > cap][:1]
     return "; ".join(map(_figures, [best, *below, *above]))

@@ -157,7 +157,8 @@ def choose_limits(
     admit. `predictor` predicts times. Depends on the arguments alone. Raises ValueError when there
     is no sample, ConfigError when the budget cannot hold the longest or the largest one.
     """
-    max_vision, memory = options.max_vision, options.memory
+    max_vision = options.max_vision
+    memory = options.memory
     paper = choose_limits_omnibal(
         counts,
         vision_unit=vision_unit,

@@ -145,7 +145,8 @@ def even_out(
 
 
 def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -> EvenState:
-    num_groups, sizes = len(groups), groups.sizes.astype(np.int64)
+    num_groups = len(groups)
+    sizes = groups.sizes.astype(np.int64)
     squares = tokens.astype(np.int64) ** 2
     # so that the mean group has 24 bits of squares: precise enough, and sums fit 64 bits
     mean = int(squares.mean() * len(groups.samples) / num_groups)

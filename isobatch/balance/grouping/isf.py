@@ -95,7 +95,8 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
     """
     # space for as many groups as samples; what is never written takes no memory
     kept_offsets = np.empty(len(samples) + 1, samples.dtype)
-    offsets, passed = np.empty_like(kept_offsets), np.empty(len(samples), np.bool_)
+    offsets = np.empty_like(kept_offsets)
+    passed = np.empty(len(samples), np.bool_)
     rest, rest_offsets = np.empty_like(samples), np.empty_like(kept_offsets)
     kept_offsets[0], offsets[0] = 0, 0
     num_kept, kept_groups, best_kept, best_kept_groups, best_rest_groups = 0, 0, 0, 0, 0
@@ -133,7 +134,9 @@ def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
     for group in range(len(offsets) - 1):
         if passed[group]:
             num_passed += offsets[group + 1] - offsets[group]
-    front, num_left, write = np.empty(num_passed, remaining.dtype), num_passed, len(remaining)
+    front = np.empty(num_passed, remaining.dtype)
+    num_left = num_passed
+    write = len(remaining)
     for group in range(len(offsets) - 2, -1, -1):
         for place in range(offsets[group + 1] - 1, offsets[group] - 1, -1):
             if passed[group]:

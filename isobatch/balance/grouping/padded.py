@@ -47,7 +47,8 @@ def choose_padded_limits(
     fullest; then the least vision that costs no batches.
     """
     rows = np.argsort(-tokens, kind="stable")
-    longest_one, free = max(1, int(tokens.max(initial=0))), int(vision.sum())
+    longest_one = max(1, int(tokens.max(initial=0)))
+    free = int(vision.sum())
 
     def num_batches(q_t: int, q_v: int) -> int:
         limits = _caps(q_t, q_v, vision_unit)
@@ -149,7 +150,8 @@ def _cheapest_cut(vision, tokens, max_vision, max_tokens):  # type: ignore[no-un
     counts, areas = np.zeros(num_samples + 1, np.int64), np.zeros(num_samples + 1, np.int64)
     ends = np.zeros(num_samples + 1, np.int64)
     for start in range(num_samples - 1, -1, -1):
-        seen, end = 0, start
+        seen = 0
+        end = start
         while end < num_samples:
             seen += vision[end]
             end += 1

@@ -120,7 +120,9 @@ class GlobalShuffle:
         known = all(0 <= group < num_groups for group in spare)
         if not len(spare) <= consumed <= num_groups or not known:
             raise unfit_state(f"{consumed} of {num_groups} groups, {len(spare)} spare")
-        self._num_groups, self.consumed, self._passed = num_groups, consumed, passed
+        self._num_groups = num_groups
+        self.consumed = consumed
+        self._passed = passed
         self._width = 1 / (1 - balance)
         self.tolerance = min(1.0, 2 * (1 - balance))
         """Times `EQUAL` that pass for no difference."""
@@ -179,7 +181,8 @@ class GlobalShuffle:
 
     def take_groups(self, count: int) -> tuple[IntArray, list[GroupOrder]]:
         """`take_steps` of a group each, at once; at least so many remain."""
-        after, orders = self.copy(), list[GroupOrder]()
+        after = self.copy()
+        orders = list[GroupOrder]()
         groups = after.take(count)
         for number in range(1, count + 1):
             order = after.copy()
@@ -343,9 +346,11 @@ def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
     if len(vision) <= count:
         return np.arange(len(vision))
     stop = len(vision) - len(vision) % count
-    bins, tokens = vision[:stop] >> max(0, _mean(vision).bit_length() - 6), tokens[:stop]
+    bins = vision[:stop] >> max(0, _mean(vision).bit_length() - 6)
+    tokens = tokens[:stop]
     by_both = np.lexsort((tokens, bins))
-    parts, end = [], 0
+    parts = []
+    end = 0
     for part in np.split(by_both, np.flatnonzero(np.diff(bins[by_both])) + 1):
         low, high = tokens[part[[0, -1]]].tolist()
         is_down = abs(high - end) < abs(low - end)

@@ -99,12 +99,14 @@ def step_counts(
         samples=figures.samples[order],
     )
     costs = _StepCosts(sorted_figures, targets[order], shape, mixing)
-    cuts, limit = np.cumsum(plain[order]), available[order]
+    cuts = np.cumsum(plain[order])
+    limit = available[order]
     best = costs.of(_counts(cuts[None]))[0]
     for _ in range(ROUNDS_OF_CUTS):
         before = cuts
         for place in range(len(cuts) - 1):
-            floor, part = int(cuts[place]) // dp * dp, max(1, dp // 8)
+            floor = int(cuts[place]) // dp * dp
+            part = max(1, dp // 8)
             ends = floor + part * np.arange(-8, 17)
             options = np.repeat(cuts[None], len(ends), axis=0)
             options[:, place] = ends
@@ -146,7 +148,9 @@ class _StepCosts:
         shape: tuple[int, int],
         mixing: int = MIXING_MORE,
     ) -> None:
-        self._figures, self._targets, self._shape = figures, targets, shape
+        self._figures = figures
+        self._targets = targets
+        self._shape = shape
         self._mixing = mixing
         everything = np.full(len(targets), shape[0] * shape[1])
         usual = whole_counts(figures.expected, everything, shape[0] * shape[1])[None]
@@ -219,7 +223,8 @@ def predicted_waiting(figures: BuildFigures, shape: tuple[int, int]) -> tuple[fl
     sorted_figures = BuildFigures(
         **{name: getattr(figures, name)[order] for name in BuildFigures.__slots__}
     )
-    owed, sums = np.zeros_like(figures.expected), np.zeros(2, np.int64)
+    owed = np.zeros_like(figures.expected)
+    sums = np.zeros(2, np.int64)
     everything = np.full(len(owed), shape[0] * shape[1])
     costs = _StepCosts(sorted_figures, sorted_figures.expected, shape)
     for _ in range(PREDICTED_STEPS):
@@ -298,7 +303,9 @@ class MixedShuffle(GlobalShuffle):
         `unmixed`: how much less than MEAN_ENTROPY steps have had, together.
         """
         super().__init__(num_groups=sum(sizes), **options)
-        self._sizes, self._lookup, self._unmixed = list(sizes), build_lookup, unmixed
+        self._sizes = list(sizes)
+        self._lookup = build_lookup
+        self._unmixed = unmixed
         if not taken:
             spare = np.bincount(build_lookup(self._spare)[0], minlength=len(sizes)).tolist()
             read = [size * self.consumed // max(1, self._num_groups) for size in sizes]
@@ -325,7 +332,8 @@ class MixedShuffle(GlobalShuffle):
             for values in (vision, tokens, samples)
         ]
         available = np.bincount(builds, minlength=len(self._sizes))
-        total, past = self._num_groups, sum(self._taken)
+        total = self._num_groups
+        past = sum(self._taken)
         expected = np.array([size * count * UNIT // total for size in self._sizes])
         owed = np.array(
             [

@@ -157,7 +157,8 @@ def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def
             tokens[second] -= more_tokens
             group_of[one], group_of[other] = second, first
     # the samples of each group
-    starts, places = offsets[:-1].copy(), np.empty(num_samples, np.int32)
+    starts = offsets[:-1].copy()
+    places = np.empty(num_samples, np.int32)
     for rank in range(num_samples):
         group = group_of[rank]
         places[starts[group]] = by_rank[rank]

@@ -79,7 +79,8 @@ def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
     """
     if unknown := set(work.encoders) - set(ENCODERS):
         raise _wrong(f"names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}")
-    counts, ones = samples.counts, np.ones(len(samples), np.int64)
+    counts = samples.counts
+    ones = np.ones(len(samples), np.int64)
     _check_once(work.micro_batches, samples, min_times=ones, what="micro-batches")
     if work.notes and len(work.notes) != samples.dp:
         raise _wrong(f"gave notes to {len(work.notes)} ranks; there are {samples.dp}")

@@ -154,7 +154,8 @@ def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
     An MP4 file that was cut without encoding it again hides those before its first shown frame.
     SampleProblem if some are gone.
     """
-    table, listed = stream.index_entries, int(stream.frames)
+    table = stream.index_entries
+    listed = int(stream.frames)
     if container.format.name == "gif":
         return listed  # FFmpeg counts them when it opens the file
     entries = len(table)

@@ -49,7 +49,8 @@ def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, s
         is_parsed = isinstance(text, Mapping)
         value = text if is_parsed else _parsed(text, f"a tool call of turn {number}")
         several = value if isinstance(value, list) else [value]
-        calls, text = [{"type": "function", "function": call} for call in several], ""
+        calls = [{"type": "function", "function": call} for call in several]
+        text = ""
     elif calls is None and isinstance(function_call, Mapping):
         calls = [{"type": "function", "function": function_call}]
     elif not is_empty(function_call):
@@ -59,7 +60,8 @@ def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, s
             raise SampleProblem("bad_turn", f"the tool calls of turn {number} have no names")
         more["tool_calls"] = without_nulls(calls)
     if text is None and (calls or any(isinstance(more.get(key), str) for key in _THOUGHTS)):
-        more["content"], text = None, ""
+        more["content"] = None
+        text = ""
     return text, _as_json(more, f"turn {number}") if more else ""
 
 

@@ -71,7 +71,8 @@ def parts_learned(
     is_on = learned if isinstance(learned, bool) else role == "assistant"
     if not any(off) or isinstance(learned, tuple) or not is_on:
         return learned
-    ranges, start = [], 0
+    ranges = []
+    start = 0
     for piece, is_off in zip(pieces, off, strict=True):
         if piece and not is_off:
             ranges.append((start, start + len(piece)))

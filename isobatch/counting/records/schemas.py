@@ -207,7 +207,8 @@ def _single_key(record: Fields, reading: Reading) -> Content:
 
     One output without an input is a document, as xtuner has it for pre-training.
     """
-    key, path = OTHER_TURNS_KEY, f"{OTHER_TURNS_KEY}[]"
+    key = OTHER_TURNS_KEY
+    path = f"{OTHER_TURNS_KEY}[]"
     raw = _rows(_parsed(record[key], key))
     if not _are_objects(raw):
         raise SampleProblem("no_conversation", f"`{key}` is no list of turns or pairs")

@@ -72,7 +72,8 @@ def load_map(spec: str) -> UserMap:
     except (Exception, SystemExit) as error:  # of the user's code, when it is imported
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"--map {spec}: {place} cannot be loaded: {why}") from None
-    function, file = getattr(module, name, None), getattr(module, "__file__", None)
+    function = getattr(module, name, None)
+    file = getattr(module, "__file__", None)
     if not callable(function) or file is None:
         raise ConfigError(f"--map {spec}: {place} has no function {name}")
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()

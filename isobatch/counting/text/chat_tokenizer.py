@@ -275,7 +275,8 @@ class ChatTokenizer:
                 text, spans, unused = self._conversation(turns, guard)
             kinds = (medium.kind for medium in self._media)
             num_files: dict[str, int] = dict(zip(kinds, self._writer.count(content), strict=True))
-            num_tokens, videos_at = num_files, tuple[int, ...]()
+            num_tokens = num_files
+            videos_at = tuple[int, ...]()
             if num_files.get("video") or self._media[0].markup.placeholder:
                 text, spans, num_tokens, videos_at = self._write_visuals(
                     text, spans, num_files, markups
@@ -373,7 +374,8 @@ class ChatTokenizer:
         written: dict[str, Sequence[str] | None] = {}
         num_tokens = dict(num_files)
         for medium, of_files in zip(self._visual, markups, strict=False):
-            number, markup = num_files[medium.kind], medium.markup
+            number = num_files[medium.kind]
+            markup = medium.markup
             written[medium.in_text] = None
             if markup.placeholder:
                 # not given, or a sample that is refused for it later

@@ -140,9 +140,11 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
 
 def _full_heads(text: JsonTable, kinds: list[str], kv_heads: int | None) -> tuple[int, int]:
     """Size of the heads of layers over whole samples, and their key heads, if not `kv_heads`."""
-    layers, number = text.table("per_layer_config"), kinds.index("full_attention")
+    layers = text.table("per_layer_config")
+    number = kinds.index("full_attention")
     layer = layers.table(str(number) if str(number) in layers else f"{number:02d}")
-    head, keys = _FULL_HEAD_SIZE, kv_heads or text.count("num_key_value_heads")
+    head = _FULL_HEAD_SIZE
+    keys = kv_heads or text.count("num_key_value_heads")
     if "global_head_dim" in text:
         head = text.count("global_head_dim")
     if "head_dim" in layer:

@@ -25,7 +25,8 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
         tokens = processor.count("image_seq_length")
     processor.require_read(("processor_class", "auto_map"))
     text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
-    width, merged = text.count("hidden_size"), _merge_side(files.config_table())
+    width = text.count("hidden_size")
+    merged = _merge_side(files.config_table())
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: tiles and a thumbnail, from the model's own files",

@@ -52,7 +52,8 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
     """LLaVA-OneVision: as NeXT, fewer features above nine crops' worth; SigLIP."""
     images = files.image_table("LlavaOnevisionImageProcessor")
     side = square_side(images)
-    pixels, pinpoints = pixels_of(images), _pinpoints(images)
+    pixels = pixels_of(images)
+    pinpoints = _pinpoints(images)
     images.require_read((*HARMLESS, "default_to_square", "do_pad"))
     patch = part_of(files, "vision_config").count("patch_size")
     tokens = (side // patch) ** 2
@@ -140,7 +141,8 @@ def _image_token(files: ModelFiles) -> str:
 
 
 def _vit(files: ModelFiles, text: JsonTable) -> VitShape:
-    vision, width = part_of(files, "vision_config"), text.count("hidden_size")
+    vision = part_of(files, "vision_config")
+    width = text.count("hidden_size")
     layers = files.config_table().value("vision_feature_layer")
     features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
     return vit_shape(vision, (features, width, width))

@@ -15,7 +15,8 @@ def read_splits(files: ModelFiles) -> ModelPreset:
     """Rows and columns of tiles are written in the text."""
     images = files.image_table("Idefics3ImageProcessor", "SmolVLMImageProcessor")
     side, longest = (_longest_edge(images, key) for key in ("max_image_size", "size"))
-    pixels, split = pixels_of(images), images.value("do_image_splitting") is not False
+    pixels = pixels_of(images)
+    split = images.value("do_image_splitting") is not False
     # padding is of the batch, and the processor asks for rows and columns itself
     images.require_read((*HARMLESS, "default_to_square", "do_pad", "return_row_col_info"))
     processor = files.processor_table()
@@ -23,7 +24,8 @@ def read_splits(files: ModelFiles) -> ModelPreset:
     if "image_seq_len" in processor:
         tokens = processor.count("image_seq_len")
     processor.require_read(("processor_class", "auto_map"))
-    config, text = files.config_table(), part_of(files, "text_config")
+    config = files.config_table()
+    text = part_of(files, "text_config")
     vision = part_of(files, "vision_config")
     merged = vision.count("hidden_size") * config.count("scale_factor") ** 2
     return ModelPreset(

@@ -65,7 +65,8 @@ class AnyresRule(CropsRule):
         """Of LLaVA-OneVision's several images each is one crop, padded to a square, a newline."""
         if images < 2 or self.anyres_max is None:
             return self.plan(width, height)
-        side, longer = self.image_size, max(width, height)
+        side = self.image_size
+        longer = max(width, height)
         red, green, blue = (int(255 * value) for value in self.mean)
         x, y = (longer - width) // 2, (longer - height) // 2
         square = PlaceOn(longer, longer, x, y, (red, green, blue))

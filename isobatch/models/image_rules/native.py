@@ -31,7 +31,8 @@ class NativeRule(NativeSizeRule):
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The nearest size of whole merged patches; ImageRejected above the aspect ratio."""
-        unit, frames = self.vit_patch_size * self.merge_size, self.frames_in_area
+        unit = self.vit_patch_size * self.merge_size
+        frames = self.frames_in_area
         size = scaled_up((width, height), unit) if self.scales_up else (width, height)
         aspect = max(size) / min(size)
         if aspect > self.max_aspect_ratio:

@@ -25,7 +25,8 @@ class NavitRule(NativeSizeRule):
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The image shrunk to the limits, on a canvas of whole merged patches."""
-        patch, unit = self.vit_patch_size, self.vit_patch_size * self.merge_size
+        patch = self.vit_patch_size
+        unit = self.vit_patch_size * self.merge_size
         longest = self.max_side * patch
         num_patches = max(1.0, height // patch) * max(1.0, width // patch)
         max_scales = math.sqrt(self.max_patches / num_patches), longest / height, longest / width

@@ -50,7 +50,8 @@ def _closest_grid(rule: TilesRule, width: int, height: int) -> tuple[int, int]:
     Of equally close grids (2 x 1 and 4 x 2, or one above and one below) a larger one wins while the
     image has more than half of its pixels.
     """
-    aspect, num_pixels = width / height, width * height
+    aspect = width / height
+    num_pixels = width * height
     half_tile = 0.5 * rule.image_size * rule.image_size
     closest, grid = math.inf, (1, 1)
     for ratio, num_tiles, candidate in _grids(rule.min_patches, rule.max_patches):

@@ -109,7 +109,9 @@ class ClockRule(FramesRule):
 
     def sample(self, facts: VideoFacts) -> Indices:
         """Evenly from the first to the last frame, or to those a second from the ends."""
-        wanted, skip, total = self.frames_per_second, self.skipped_seconds, facts.num_frames
+        wanted = self.frames_per_second
+        skip = self.skipped_seconds
+        total = facts.num_frames
         count = max(min(round(wanted * facts.duration), self.num_frames), 1)
         first, last = 0, total - 1
         if facts.duration - 2 * skip > self.num_frames * wanted:

@@ -61,7 +61,8 @@ class NativeVideoRule(SampledRule):
 
     def sample(self, facts: VideoFacts) -> Indices:
         """A whole number of temporal patches, evenly from the first frame on."""
-        length, total = self.temporal_patch_size, facts.num_frames
+        length = self.temporal_patch_size
+        total = facts.num_frames
         max_frames = min(self.max_frames, total) // length * length
         wanted = total / facts.rate * self.frames_per_second
         count = math.floor(min(max(wanted, self.min_frames), max_frames) / length) * length
@@ -72,7 +73,8 @@ class NativeVideoRule(SampledRule):
     def resized(self, facts: VideoFacts, num_frames: int) -> Size:
         """Pixels of a resized frame."""
         self.check_aspect(facts, (facts.width, facts.height))
-        max_pixels, unit = self.max_pixels, self.unit
+        max_pixels = self.max_pixels
+        unit = self.unit
         if self.max_video_tokens is not None:
             share = int(self.max_video_tokens * unit * unit * 0.9) * self.temporal_patch_size
             max_pixels = max(min(max_pixels, share // num_frames), int(self.min_pixels * 1.05))
@@ -113,7 +115,8 @@ class TimestampsRule(NativeVideoRule):
 
     def resized(self, facts: VideoFacts, num_frames: int) -> Size:
         """Pixels of a resized frame; the limits are of the area times frames."""
-        length, unit = self.temporal_patch_size, self.unit
+        length = self.temporal_patch_size
+        unit = self.unit
         if num_frames < length:
             raise too_short(facts, length)
         size = scaled_up((facts.width, facts.height), unit)
@@ -144,7 +147,9 @@ class GlmVideoRule(TimestampsRule):
 
     def sample(self, facts: VideoFacts) -> Indices:
         """Those at each 1 / `frames_per_second`, made even by the last one."""
-        last, duration, wanted = facts.num_frames - 1, facts.duration, self.frames_per_second
+        last = facts.num_frames - 1
+        duration = facts.duration
+        wanted = self.frames_per_second
         if duration <= self.max_seconds:
             count = max(math.floor(duration * wanted), 1)
             places = [math.ceil(number * facts.rate / wanted) for number in range(count)]

@@ -131,7 +131,8 @@ def edited(turn: Turn, edits: Sequence[Edit]) -> Turn:
     """
     if not edits:
         return turn
-    pieces, last = [], 0
+    pieces = []
+    last = 0
     for start, end, new in edits:
         pieces += [turn.text[last:start], new]
         last = end
@@ -332,7 +333,8 @@ def _has_others(text: str, marker: str, tokens: tuple[str, ...]) -> bool:
 
 def _find(turn: Turn, number: int, kind: str, tokens: tuple[str, ...]) -> Iterator[_Mark]:
     """Marks and markers of a kind in a turn, in order."""
-    text, marker = turn.text, _MARKERS[kind]
+    text = turn.text
+    marker = _MARKERS[kind]
     for match in _pattern(kind, tokens).finditer(text):
         start, end = match.span()
         path = match["path"]

@@ -158,7 +158,8 @@ def _internvl(
     files: ModelFiles, model: ModelPreset, table: JsonTable
 ) -> tuple[VideoRule, MediaMarkup] | None:
     table.require("initial_shift", True)
-    image, options = model.image_markup, _squares(model, table, _INTERNVL_FRAMES)
+    image = model.image_markup
+    options = _squares(model, table, _INTERNVL_FRAMES)
     if options is None:
         return None
     tokens = model.vision.llm_tokens_per_patch  # type: ignore[union-attr]
