@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from isobatch.counting.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from isobatch.counting.records._message_fields import (
     CALL_ROLES,
     joined_calls,
@@ -29,7 +28,15 @@ from isobatch.counting.records.media import (
     media_of_part,
 )
 from isobatch.counting.records.places.grounding import OBJECTS_KEY, read_objects
-from isobatch.counting.records.places.marks import NUMBERED_KEYS, column_numbers, record_files
+from isobatch.counting.records.places.marks import (
+    MARKERS,
+    NUMBERED_KEYS,
+    column_numbers,
+    edited,
+    first_question,
+    place_marks,
+    record_files,
+)
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
 from isobatch.counting.records.record import (
     TOO_DEEP,
@@ -197,7 +204,7 @@ def _content_of_turns(
     files = {kind: _files(record, kind, places) for kind, places in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    content = replace(with_files(turns, files, reading, column_numbers(record)), turns_path=path)
+    content = replace(_with_files(turns, files, reading, column_numbers(record)), turns_path=path)
     objects = read_objects(record, turns, files["image"] or content.images, content.images)
     return content if objects is None else replace(content, objects=objects)
 
@@ -337,7 +344,7 @@ def _part(part: Any, number: int, parts: _Parts) -> str:
     """A part of an OpenAI message as text; its file is added to `parts`."""
     kind = part.get("type") if isinstance(part, Fields) else None
     if kind in ("text", "input_text", "output_text") and isinstance(part.peek("text"), str):
-        return plain_text(part["text"])
+        return _plain_text(part["text"])
     for name, marker in MARKERS.items():
         keys = (f"{name}_url", f"input_{name}", name)
         if kind in keys:
@@ -385,7 +392,7 @@ def _mmc4(record: Fields, _reading: Reading) -> Content:
             raise SampleProblem("bad_image_field", bad)
         before.setdefault(place, []).append(_mmc4_image(info))
     markers = (IMAGE_MARKER * len(before.get(place, ())) for place in range(len(sentences)))
-    texts = [marker + plain_text(text) for marker, text in zip(markers, sentences, strict=True)]
+    texts = [marker + _plain_text(text) for marker, text in zip(markers, sentences, strict=True)]
     images = [image for place in sorted(before) for image in before[place]]
     return _document(" ".join(texts), {"image": images})
 
@@ -408,7 +415,7 @@ def _obelics(record: Fields, _reading: Reading) -> Content:
             raise SampleProblem("bad_turn", f"`texts` holds a {type(text).__name__}")
     files = [media_of(record.inner(image, "images[]"), "image") for image in images if image]
     pairs = zip(images, texts, strict=True)
-    pieces = [IMAGE_MARKER * bool(image) + plain_text(text or "") for image, text in pairs]
+    pieces = [IMAGE_MARKER * bool(image) + _plain_text(text or "") for image, text in pairs]
     return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
@@ -421,7 +428,7 @@ def _caption(record: Fields, _reading: Reading) -> Content:
     if not any(files.values()):
         raise _no_image(record)
     markers = "".join(marker * len(files[kind]) for kind, marker in MARKERS.items())
-    return _document(markers + plain_text(text), files)
+    return _document(markers + _plain_text(text), files)
 
 
 def _no_image(record: Fields) -> SampleProblem:
@@ -443,19 +450,19 @@ def _document_text(record: Fields, reading: Reading) -> Content:
         raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
     files = {kind: record_files(record, kind) for kind in MARKERS}
     if not files["image"]:
-        text = plain_text(text)
-    placed = with_files((Turn(DOCUMENT, text),), files, reading, column_numbers(record))
+        text = _plain_text(text)
+    placed = _with_files((Turn(DOCUMENT, text),), files, reading, column_numbers(record))
     images, videos, audios = placed.images, placed.videos, placed.audios
     return _document(placed.turns[0].text, {"image": images, "video": videos, "audio": audios})
 
 
-def _document(text: str, files: Files) -> Content:
+def _document(text: str, files: Mapping[str, Sequence[Media]]) -> Content:
     bare = text.replace(IMAGE_MARKER, "")
     for kind in (kind for kind in files if files[kind]):
         bare = bare.replace(MARKERS[kind], "")
     if not bare.strip():
         raise SampleProblem("no_conversation", "the text is empty")
-    return content_of((Turn(DOCUMENT, text),), files)
+    return _content_of((Turn(DOCUMENT, text),), files)
 
 
 # --- the schema of a record ---
@@ -516,3 +523,53 @@ def _rows(raw: Any) -> Any:
     if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
         return raw
     return [dict(zip(raw, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+# --- markers: as many as there are files of their kind ---
+
+
+def _plain_text(text: str) -> str:
+    """A text without markers: its schema says itself where images are."""
+    if IMAGE_MARKER in text:
+        bad = f"the text holds {IMAGE_MARKER}, and its images have places already"
+        raise SampleProblem("marker_without_image", bad)
+    return text
+
+
+def _with_files(
+    turns: tuple[Turn, ...],
+    files: Mapping[str, Sequence[Media]],
+    reading: Reading,
+    numbers: Mapping[str, Sequence[int]] | None = None,
+) -> Content:
+    """The content of these turns and files, with a marker for each file; SampleProblem if more.
+
+    `numbers`: kind -> those of the columns that its files are from, if they are numbered.
+    """
+    placed = dict(files)
+    # each goes before those that are there: clips, images, videos
+    for kind in ("video", "image", "audio"):
+        several = (numbers or {}).get(kind, ())
+        turns, placed[kind] = place_marks(turns, kind, files[kind], reading, several)
+        if placed[kind] or kind == "image":
+            turns = _with_markers(turns, MARKERS[kind], len(placed[kind]))
+    return _content_of(turns, placed)
+
+
+def _content_of(turns: tuple[Turn, ...], files: Mapping[str, Sequence[Media]]) -> Content:
+    """The content of turns with all their markers."""
+    images, videos, audios = (tuple(files.get(kind, ())) for kind in MARKERS)
+    return Content(turns, images, audios, videos)
+
+
+def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
+    """Turns with a marker per file, added before the first user turn; none too many."""
+    missing = num_files - sum(turn.text.count(marker) for turn in turns)
+    if missing < 0:
+        bad = f"{num_files - missing} {marker} markers for {num_files} files"
+        raise SampleProblem(f"marker_without_{marker[1:-1]}", bad)
+    if missing == 0:
+        return turns
+    first = first_question(turns)
+    marked = edited(turns[first], [(0, 0, f"{marker}\n" * missing)])
+    return (*turns[:first], marked, *turns[first + 1 :])

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import partial
@@ -32,7 +32,6 @@ from isobatch.counting.text._media_placeholders import (
     text_part,
     write_markups,
 )
-from isobatch.counting.text._token_spans import spans_between, token_spans
 from isobatch.counting.text._turn_fields import (
     DROPPED_THOUGHT,
     MessageFields,
@@ -398,12 +397,12 @@ class ChatTokenizer:
                 input_ids = self._control.restore(input_ids)
             except ValueError as error:
                 return TextRejected("control_token", str(error))
-        spans = list(token_spans(encoding, rendered.spans, len(rendered.text)))
+        spans = list(_token_spans(encoding, rendered.spans, len(rendered.text)))
         if rendered.is_document:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
             shifted = [(bos + start, bos + end) for start, end in spans]
-            spans = spans_between(shifted, bos, len(input_ids))
+            spans = _spans_between(shifted, bos, len(input_ids))
         # nothing precedes the first token, so no model predicts it
         spans = [(max(1, start), end) for start, end in spans if end > 1]
         places: list[int] = []
@@ -535,3 +534,39 @@ def _hash(
         *([] if template_date is None else [template_date]),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+# --- character spans of a text -> token spans of its encoding ---
+
+
+def _token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:
+    """Token spans of character spans: every token that has at least one of the characters.
+
+    `chars` are in order and disjoint, and so are the results. `num_chars` is the text's length.
+    """
+    done = 0
+    for first, last in chars:
+        start = _token_at(encoding, first, num_chars)
+        end = _token_at(encoding, last, num_chars)
+        if (held := encoding.token_to_chars(end)) is not None and held[0] < last:
+            end += 1  # this token has characters of both sides
+        if max(start, done) < end and first < last:
+            yield max(start, done), end
+            done = end
+
+
+def _spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """What `spans`, in order and disjoint, leave of `start` up to `end`; no span is empty.
+
+    >>> _spans_between([(2, 3), (5, 7)], 0, 7)
+    [(0, 2), (3, 5)]
+    """
+    edges = [start, *(edge for span in spans for edge in span), end]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
+    """First token with the character `char`, or with the next character that any token has."""
+    # A character has no token when the tokenizer's normalizer drops it.
+    tokens = (encoding.char_to_token(i) for i in range(char, num_chars))
+    return next((token for token in tokens if token is not None), len(encoding))

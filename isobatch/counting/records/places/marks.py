@@ -35,7 +35,7 @@ from isobatch.counting.records.media import (
 from isobatch.counting.records.reading import Reading
 from isobatch.counting.text.chat_tokenizer import AUDIO_MARKER, IMAGE_MARKER, VIDEO_MARKER, Turn
 
-_MARKERS = {"image": IMAGE_MARKER, "video": VIDEO_MARKER, "audio": AUDIO_MARKER}
+MARKERS = {"image": IMAGE_MARKER, "video": VIDEO_MARKER, "audio": AUDIO_MARKER}
 _NAMES = {"image": "image|img", "video": "video|vid", "audio": "audio"}
 """Words of marks, in small letters; they are found in any letters."""
 _SUFFIXES = {
@@ -47,7 +47,7 @@ _SUFFIXES = {
 _MOST_COLUMNS = 32
 NUMBERED_KEYS: Mapping[str, tuple[str, int]] = {
     f"{kind}{between}{number}": (kind, number)
-    for kind in _MARKERS
+    for kind in MARKERS
     for between in ("", "_")
     for number in range(_MOST_COLUMNS + 1)
 }
@@ -170,7 +170,7 @@ def place_marks(
     if not files:
         return _with_paths(turns, kind)
     tokens = _tokens(kind, reading)
-    if not any(_has_others(turn.text, _MARKERS[kind], tokens) for turn in turns):
+    if not any(_has_others(turn.text, MARKERS[kind], tokens) for turn in turns):
         return turns, files
     by_turn = (_find(turn, number, kind, tokens) for number, turn in enumerate(turns))
     marks = list(chain.from_iterable(by_turn))
@@ -217,7 +217,7 @@ def _placed(
     named: Mapping[_Mark, int],
 ) -> tuple[tuple[Turn, ...], Sequence[Media]]:
     """Turns with a marker for each mark taken, and the files in the order of the text."""
-    marker = _MARKERS[kind]
+    marker = MARKERS[kind]
     edits: list[list[Edit]] = [[] for _ in turns]
     for mark in taken:
         edits[mark.turn].append((mark.start, mark.end, marker))
@@ -302,7 +302,7 @@ def _with_paths(turns: tuple[Turn, ...], kind: str) -> tuple[tuple[Turn, ...], S
         for mark in _find(turn, number, kind, ()):
             if mark.path is not None and _is_file_name(mark.path, kind):
                 files.append(media_of(mark.path, kind))
-                edits.append((mark.start, mark.end, _MARKERS[kind]))
+                edits.append((mark.start, mark.end, MARKERS[kind]))
         changed.append(edited(turn, edits))
     return tuple(changed), files
 
@@ -321,7 +321,7 @@ def _tokens(kind: str, reading: Reading) -> tuple[str, ...]:
         "video": reading.video_tokens,
         "audio": reading.audio_tokens,
     }[kind]
-    markers = _MARKERS.values()  # SmolVLM2's token of a video is the marker of an image
+    markers = MARKERS.values()  # SmolVLM2's token of a video is the marker of an image
     tokens = {token for token in strings if token and token not in markers}
     return tuple(sorted(tokens, key=len, reverse=True))
 
@@ -334,7 +334,7 @@ def _has_others(text: str, marker: str, tokens: tuple[str, ...]) -> bool:
 def _find(turn: Turn, number: int, kind: str, tokens: tuple[str, ...]) -> Iterator[_Mark]:
     """Marks and markers of a kind in a turn, in order."""
     text = turn.text
-    marker = _MARKERS[kind]
+    marker = MARKERS[kind]
     for match in _pattern(kind, tokens).finditer(text):
         start, end = match.span()
         path = match["path"]
