@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
+from isobatch.common.errors import ConfigError, IsobatchError, first_line
 from isobatch.common.visible_text import shown
 
 MOST_INTEGER = 2**63 - 1
@@ -119,14 +119,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def read_json(path: str | Path, *, exact: bool = True) -> Any:
-    """The JSON of one of our own files; DataError if it cannot be read or is wrong."""
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    return parse_json(text, str(path), DataError, exact=exact)

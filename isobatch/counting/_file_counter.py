@@ -83,6 +83,7 @@ class FileCounter:
     def _read_video(
         self, root: Folder, media: Media
     ) -> tuple[VideoHeader, tuple[tuple[Media, int], ...]]:
+        """The header of a video, and its images with their bytes if it is a list of them."""
         frames = media.frames
         if not frames:
             try:
@@ -92,11 +93,6 @@ class FileCounter:
                 is_folder = problem.reason == "missing_video" and not media.container
                 if not is_folder or not (frames := frames_in_folder(root, media.name)):
                     raise
-        return self._read_frames(root, frames)
-
-    def _read_frames(
-        self, root: Folder, frames: Sequence[Media]
-    ) -> tuple[VideoHeader, tuple[tuple[Media, int], ...]]:
         headers = []
         for frame in frames:
             with open_media(root, frame, "image") as file:

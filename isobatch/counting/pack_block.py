@@ -94,6 +94,11 @@ def pack_block(
     counts = {name: samples.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
     seq_len = sum(counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
     input_ids, labels = _expand_tokens(options, samples)
+    extras: dict[str, list[Any]] = {}
+    if options.extras:
+        rows = [json.loads(text) for text in samples.column(EXTRAS).to_pylist()]
+        for name, kind in options.extras.items():
+            extras[name] = [typed(row[name], kind) for row in rows]
     block = PackedBlock(
         groups=groups.tolist(),
         group_offsets=np.unique(borders),
@@ -104,16 +109,9 @@ def pack_block(
         labels=labels,
         images=images,
         audios=audios,
-        extras=_typed_extras(options.extras, samples),
+        extras=extras,
     )
     return block, lost
-
-
-def _typed_extras(types: ExtraTypes, samples: pa.RecordBatch) -> dict[str, list[Any]]:
-    if not types:
-        return {}
-    rows = [json.loads(text) for text in samples.column(EXTRAS).to_pylist()]
-    return {name: [typed(row[name], kind) for row in rows] for name, kind in types.items()}
 
 
 def _expand_tokens(options: PackOptions, samples: pa.RecordBatch) -> tuple[Int32Array, Int32Array]:

@@ -95,14 +95,19 @@ class FlopsModel:
     def of(cls, preset: ModelPreset, speed: GpuSpeed | None = None) -> "FlopsModel":
         """The FLOPs of a preset's model; ConfigError if it does not give the model's dimensions."""
         vit, llm = preset.dimensions
+        embedded = preset.embedded_share
+        vit_weights: float = vit.num_layers * vit.layer_weights
+        vit_weights += embedded * vit.patch_values * vit.hidden_size
+        vit_weights += vit.merged_share(embedded) * vit.projector_weights
+        llm_weights = llm.num_layers * llm.layer_weights + llm.vocab_size * llm.hidden_size
         return cls(
             name=preset.name,
             vision=preset.vision,
             vit=vit,
             llm=llm,
-            vit_flops_per_token=_vit_flops_per_token(vit, preset.embedded_share),
+            vit_flops_per_token=2 * vit_weights,
             vit_flops_per_square=4 * vit.num_layers * vit.attention_size,
-            llm_flops_per_token=_llm_flops_per_token(llm),
+            llm_flops_per_token=2 * llm_weights,
             llm_flops_per_square=2 * llm.num_layers * llm.attention_size,
             speed=speed or GpuSpeed(),
         )
@@ -162,15 +167,6 @@ class FlopsModel:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.speed})"
-
-
-def _vit_flops_per_token(vit: VitShape, embedded: float) -> float:
-    weights = vit.num_layers * vit.layer_weights + embedded * vit.patch_values * vit.hidden_size
-    return 2 * (weights + vit.merged_share(embedded) * vit.projector_weights)
-
-
-def _llm_flops_per_token(llm: LlmShape) -> int:
-    return 2 * (llm.num_layers * llm.layer_weights + llm.vocab_size * llm.hidden_size)
 
 
 def _vit_squares(counts: Counts, vision: VisionRule) -> IntArray:

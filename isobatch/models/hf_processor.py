@@ -254,13 +254,16 @@ def _check_family(family: str) -> None:
 
 def _check_model(config: Any, full: Any) -> None:
     """ConfigError for a model or a processor that this cannot be for."""
+    from transformers import ProcessorMixin  # noqa: PLC0415  (an extra)
+
     name = type(full).__name__
     if config.is_encoder_decoder:
         raise ConfigError("an encoder and a decoder have two sequences, which are not packed")
     if not isinstance(getattr(config.get_text_config(), "max_position_embeddings", None), int):
         raise ConfigError("its config says no max_position_embeddings")
     for method in ("replace_image_token", "_get_num_multimodal_tokens"):
-        if not _has_own(full, method):
+        function = getattr(type(full), method, None)
+        if function is None or function is getattr(ProcessorMixin, method, None):
             raise ConfigError(f"{name} has no {method}, which says what an image becomes")
     if not isinstance(getattr(full, "image_token", None), str):
         raise ConfigError(f"{name} names no image_token")
@@ -278,13 +281,6 @@ def _image_token(config: Any, full: Any) -> str:
             f"its config and processor give {several} for the image token; repair them"
         )
     return token
-
-
-def _has_own(processor: Any, method: str) -> bool:
-    from transformers import ProcessorMixin  # noqa: PLC0415  (an extra)
-
-    function = getattr(type(processor), method, None)
-    return function is not None and function is not getattr(ProcessorMixin, method, None)
 
 
 def _load(source: str) -> tuple[Any, Any]:

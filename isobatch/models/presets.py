@@ -434,22 +434,20 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     values, where = dict(values), f"model preset {values.get('name', '?')}"
     for name, known in _RULES.items():
         if name == "vision" or values.get(name) is not None:
-            values[name] = _rule_from_dict(known, values.get(name, {}), name, where)
+            table = values.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{where}: {name} is {shown(table)}; give the table of a rule")
+            rule = table.get("rule")
+            if not isinstance(rule, str) or rule not in known:
+                use = f"use one of {', '.join(known)}"
+                raise ConfigError(f"{where}: {name}.rule is {shown(rule)}; {use}")
+            options = {key: value for key, value in table.items() if key != "rule"}
+            values[name] = build_config(known[rule], options, where=f"{where}, [{name}]")
     values.setdefault("image_markup", {})
     for name, kind in _TABLES.items():
         if values.get(name) is not None:
             values[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
     return build_config(ModelPreset, values, where=where)
-
-
-def _rule_from_dict(known: dict[str, Any], table: Any, name: str, where: str) -> Any:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}: {name} is {shown(table)}; give the table of a rule")
-    rule = table.get("rule")
-    if not isinstance(rule, str) or rule not in known:
-        raise ConfigError(f"{where}: {name}.rule is {shown(rule)}; use one of {', '.join(known)}")
-    options = {key: value for key, value in table.items() if key != "rule"}
-    return build_config(known[rule], options, where=f"{where}, [{name}]")
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:

@@ -97,18 +97,16 @@ class ArrowShardWriter:
     def add(self, block: PackedBlock) -> list[ByteRange]:
         """Append each group as one record batch; a range is its encapsulated IPC message."""
         batch = self._batch(block)
+        ranges = []
         with closed_on_error(self._file):
-            # slices of the whole block: the writer cuts all columns to them
-            return [
-                self._write(batch.slice(first, last - first))
-                for first, last in pairwise(block.group_offsets.tolist())
-            ]
-
-    def _write(self, part: pa.RecordBatch) -> ByteRange:
-        self._writer.write_batch(part)
-        # measured from the end: before the first message the writer puts the schema as well
-        length = pa.ipc.get_record_batch_size(part)
-        return self._file.tell() - length, length
+            for first, last in pairwise(block.group_offsets.tolist()):
+                # a slice of the whole block: the writer cuts all columns to it
+                part = batch.slice(first, last - first)
+                self._writer.write_batch(part)
+                # measured from the end: before the first message the writer puts the schema as well
+                length = pa.ipc.get_record_batch_size(part)
+                ranges.append((self._file.tell() - length, length))
+        return ranges
 
     def _batch(self, block: PackedBlock) -> pa.RecordBatch:
         images, audios = block.images, block.audios
@@ -126,22 +124,20 @@ class ArrowShardWriter:
             columns.append(_lists(images.offsets, images.numbers["num_frames"]))
             columns.append(_lists(images.offsets, images.numbers["rate"], _RATES))
         if self._extras:
-            columns.append(self._extra_columns(block))
+            arrays = []
+            for name, kind in self._extras.items():
+                values = block.extras[name]
+                if kind == "json":
+                    to_json = partial(json.dumps, ensure_ascii=False)
+                    values = [None if value is None else to_json(value) for value in values]
+                arrays.append(pa.array(values, _EXTRAS[kind]))
+            fields = list(self._schema.field(EXTRAS).type)
+            columns.append(pa.StructArray.from_arrays(arrays, fields=fields))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _files(self, files: PackedFiles) -> pa.ListArray:
         values = pa.array(files.paths, pa.string()) if self._refs else _binaries(files)
         return pa.ListArray.from_arrays(pa.array(files.offsets, pa.int32()), values)
-
-    def _extra_columns(self, block: PackedBlock) -> pa.StructArray:
-        arrays = []
-        to_json = partial(json.dumps, ensure_ascii=False)
-        for name, kind in self._extras.items():
-            values = block.extras[name]
-            if kind == "json":
-                values = [None if value is None else to_json(value) for value in values]
-            arrays.append(pa.array(values, _EXTRAS[kind]))
-        return pa.StructArray.from_arrays(arrays, fields=list(self._schema.field(EXTRAS).type))
 
     def close(self) -> None:
         """Write the footer and close the file."""

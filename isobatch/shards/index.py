@@ -191,11 +191,16 @@ def open_index(manifest: Manifest, files: IndexFiles | None = None) -> "GroupInd
     Record batches are read later, so most damage is found by the first read of a row in one.
     """
     files = files or FolderFiles(manifest)
+    place = join(manifest.place, INDEX_NAME)
     if manifest.version > 2:
-        index = _batches_by_range(manifest, INDEX_NAME, _listed_schema(manifest), files)
+        types = manifest.file(INDEX_NAME).types
+        if not all(types.get(name) in _TYPES for name in INDEX_COLUMNS):
+            problem = f"the manifest gives its columns the types {types}, not unsigned integers"
+            raise DamagedShard(f"{place}: {problem}; build again")
+        schema = pa.schema([(name, pa.type_for_alias(types[name])) for name in INDEX_COLUMNS])
+        index = _batches_by_range(manifest, INDEX_NAME, schema, files)
         return GroupIndex(index, lambda: _batches_by_range(manifest, IDS_NAME, IDS_SCHEMA, files))
     # version 2: one file with both, by its footer
-    place = join(manifest.place, INDEX_NAME)
     try:
         reader = pa.ipc.open_file(files.open_file(INDEX_NAME))
     except (OSError, pa.ArrowException) as error:
@@ -203,15 +208,6 @@ def open_index(manifest: Manifest, files: IndexFiles | None = None) -> "GroupInd
         raise DamagedShard(f"{place}: cannot be opened ({first_line(error)}); {advice}") from None
     both = _Batches(reader.get_batch, reader.num_record_batches, manifest.num_groups, place)
     return GroupIndex(both, lambda: both)
-
-
-def _listed_schema(manifest: Manifest) -> pa.Schema:
-    """The index's columns as the manifest says; DamagedShard if it does not."""
-    types = manifest.file(INDEX_NAME).types
-    if not all(types.get(name) in _TYPES for name in INDEX_COLUMNS):
-        problem = f"the manifest gives its columns the types {types}, not unsigned integers"
-        raise DamagedShard(f"{join(manifest.place, INDEX_NAME)}: {problem}; build again")
-    return pa.schema([(name, pa.type_for_alias(types[name])) for name in INDEX_COLUMNS])
 
 
 def _batches_by_range(

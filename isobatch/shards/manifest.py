@@ -231,7 +231,10 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         values = parse_json(content, f"{path}: not a manifest of Isobatch", DataError, exact=True)
         version, shard_format = values["format_version"], values.get("format")
         if version in READ_VERSIONS and shard_format in SHARD_FORMATS:
-            _check_content(path, values)
+            rest = {name: value for name, value in values.items() if name != "content_hash"}
+            if values.get("content_hash", hash_json(rest)) != hash_json(rest):
+                what = "its content is not what its content_hash says"
+                raise DamagedShard(f"{path}: damaged or edited: {what}")
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)
     except IsobatchError:
         raise
@@ -243,14 +246,6 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         f"reads format_version {' and '.join(map(str, READ_VERSIONS))}, "
         f"{', '.join(SHARD_FORMATS)}; install the version that wrote it, or build again"
     )
-
-
-def _check_content(path: str, values: dict[str, Any]) -> None:
-    """DamagedShard unless `content_hash`, if it is there, is that of the rest."""
-    rest = {name: value for name, value in values.items() if name != "content_hash"}
-    if values.get("content_hash", hash_json(rest)) != hash_json(rest):
-        what = "its content is not what its content_hash says"
-        raise DamagedShard(f"{path}: damaged or edited: {what}")
 
 
 def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:

@@ -123,24 +123,16 @@ class Trials:
     def at(self, limits: Limits, *, on_all: bool = False) -> CapTrial:
         """Group the drawn part, or all samples, under these caps."""
         key = limits, on_all or self._part is self._whole
-        if key not in self._tried:
-            self._tried[key] = self._measured(self._whole if on_all else self._part, limits)
-        return self._tried[key]
-
-    def results(self, *, on_all: bool) -> tuple[CapTrial, ...]:
-        """Trials on the drawn part, or on all samples, smallest caps first."""
-        on_all = on_all or self._part is self._whole
-        trials = [trial for (_, on), trial in self._tried.items() if on == on_all]
-        return tuple(sorted(trials, key=_size))
-
-    def _measured(self, counts: Counts, limits: Limits) -> CapTrial:
+        if key in self._tried:
+            return self._tried[key]
+        counts = self._whole if on_all else self._part
         vision, tokens = limits.vision_load(counts), counts.seq_len
         rows = np.flatnonzero(vision <= limits.max_vision)  # a given cap may be below the largest
         loads = vision[rows], tokens[rows]
         groups = self._group(*loads, limits)
         groups = Groups(rows[groups.samples], groups.offsets)
         ms_per_sample, waiting = self._times(groups, counts, limits)
-        return CapTrial(
+        self._tried[key] = CapTrial(
             limits=limits,
             num_samples=len(rows),
             num_groups=len(groups),
@@ -149,6 +141,13 @@ class Trials:
             ms_per_sample=ms_per_sample,
             waiting=waiting,
         )
+        return self._tried[key]
+
+    def results(self, *, on_all: bool) -> tuple[CapTrial, ...]:
+        """Trials on the drawn part, or on all samples, smallest caps first."""
+        on_all = on_all or self._part is self._whole
+        trials = [trial for (_, on), trial in self._tried.items() if on == on_all]
+        return tuple(sorted(trials, key=_size))
 
     def _times(
         self, groups: Groups, counts: Counts, limits: Limits

@@ -155,16 +155,14 @@ def group_best_fit(
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
     [[0, 3], [1], [2]]
     """
-    return _group(PackedLoads.of(resources_of(vision, tokens, limits, also)), seed, rounds)
-
-
-def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
+    packing = PackedLoads.of(resources_of(vision, tokens, limits, also))
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}; give 0 or more")
-    num_samples = len(packing.resources[0].load)
+    num_samples = len(tokens)
     if num_samples == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-    num_windows = _num_windows(packing)
+    by_samples = num_samples // WINDOW_SAMPLES
+    num_windows = max(1, min(by_samples, _fewest(packing) // WINDOW_GROUPS))
     rounds = rounds // num_windows
     draw = _draw(num_samples, num_windows, seed)
     strategy = _best_strategy(packing, draw(0), seed, rounds)
@@ -232,11 +230,6 @@ def _strategy(
         greedy=greedy,
     )
     return FitStrategy(weights=weights, rules=rules)
-
-
-def _num_windows(packing: PackedLoads) -> int:
-    by_samples = len(packing.resources[0].load) // WINDOW_SAMPLES
-    return max(1, min(by_samples, _fewest(packing) // WINDOW_GROUPS))
 
 
 def _draw(num_samples: int, num_windows: int, seed: int) -> Callable[[int], IntArray]:

@@ -159,23 +159,18 @@ def choose_limits(
     """
     max_vision = options.max_vision
     memory = options.memory
-    paper = choose_limits_omnibal(
+    omnibal = partial(
+        choose_limits_omnibal,
         counts,
         vision_unit=vision_unit,
         context_len=context_len,
-        max_seq_len=options.max_seq_len,
         max_vision=max_vision,
     )
+    paper = omnibal(max_seq_len=options.max_seq_len)
     search = _make_search(counts, options, paper, context_len, predictor)
     if options.max_seq_len is None and memory is None:
         search = replace(search, most_tokens=_filling(search, context_len, max_vision))
-        paper = choose_limits_omnibal(
-            counts,
-            vision_unit=vision_unit,
-            context_len=context_len,
-            max_seq_len=search.most_tokens,
-            max_vision=max_vision,
-        )
+        paper = omnibal(max_seq_len=search.most_tokens)
     splits = search.splits(max_vision)
     rule = _token_rule(search, options, paper, context_len)
     if memory is not None and splits[0].max_seq_len < search.most_tokens:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
 from isobatch.common.types import Groups, Limits, index_dtype
@@ -54,18 +53,13 @@ def group_isf(
         raise ValueError(f"iterations is {iterations}; ISF needs at least 1")
     packing = PackedLoads.of(resources_of(vision, tokens, limits, also))
     samples = np.arange(len(tokens), dtype=index_dtype(len(tokens)))
-    packed = _pack(packing, len(tokens))
+    # the loads of all samples, one number each, as narrow as the caps allow
+    dtype: type[np.unsignedinteger[Any]] = np.uint32 if packing.cap < 1 << 32 else np.uint64
+    packed = np.empty(len(tokens), dtype)
+    for start in range(0, len(tokens), CHUNK):
+        packed[start : start + CHUNK] = packing.pack(slice(start, start + CHUNK))
     offsets = _isf(packed, samples, _filter_of(packing), np.uint64(seed), iterations)
     return Groups(samples, offsets.astype(np.int64))
-
-
-def _pack(packing: PackedLoads, num_samples: int) -> NDArray[np.unsignedinteger[Any]]:
-    """The loads of all samples, one number each, as narrow as the caps allow."""
-    dtype: type[np.unsignedinteger[Any]] = np.uint32 if packing.cap < 1 << 32 else np.uint64
-    packed = np.empty(num_samples, dtype)
-    for start in range(0, num_samples, CHUNK):
-        packed[start : start + CHUNK] = packing.pack(slice(start, start + CHUNK))
-    return packed
 
 
 class _Filter(NamedTuple):

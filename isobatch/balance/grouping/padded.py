@@ -18,9 +18,8 @@ import numba
 import numpy as np
 
 from isobatch.balance.grouping.caps import PaddedChoice
-from isobatch.balance.grouping.window import WAITING_SHARE
+from isobatch.balance.grouping.window import WAITING_SHARE, planned_order
 from isobatch.balance.metrics import longest
-from isobatch.balance.rng import PLANNED, random_permutation
 from isobatch.common.types import Groups, IntArray, Limits
 
 FULL, SEVERAL, LEAST_BATCHES = 0.9, 2, 64
@@ -105,14 +104,18 @@ def group_padded(
     over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)
     rows = rows[np.argsort(-tokens[rows], kind="stable")]
     batches = _cut(rows, vision[rows], tokens[rows], limits)
-    fills = _fills(batches, vision, tokens, limits)
+    # how far each batch is from another row: its tokens or vision, of 2**16 that it could have
+    length = longest(batches, tokens)
+    room = limits.max_seq_len // np.maximum(length, 1) * length
+    fills = np.maximum(
+        (batches.sum(tokens) << 16) // np.maximum(room, 1),
+        (batches.sum(vision) << 16) // max(1, limits.max_vision),
+    )
     count = 0 if is_last else min(math.ceil(len(batches) * WAITING_SHARE), len(batches) - 1)
     by_fill = np.argsort(fills, kind="stable")
     waiting = batches.take(by_fill[: max(0, count)]).samples
     chosen = batches.take(np.sort(by_fill[max(0, count) :]))
-    sizes = np.concatenate([chosen.sizes, np.ones(len(over), np.int64)])
-    groups = Groups(np.concatenate([chosen.samples, over]), np.concatenate([[0], np.cumsum(sizes)]))
-    return groups.take(random_permutation(len(groups), seed, PLANNED, *place)), waiting
+    return planned_order(chosen, over, seed=seed, place=place), waiting
 
 
 def _caps(q_t: int, q_v: int, vision_unit: str) -> Limits:
@@ -128,15 +131,6 @@ def _cut(rows: IntArray, vision: IntArray, tokens: IntArray, limits: Limits) -> 
         vision.astype(np.int64), tokens.astype(np.int64), limits.max_vision, limits.max_seq_len
     )
     return Groups(rows, offsets)
-
-
-def _fills(batches: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -> IntArray:
-    """How far each batch is from another row: its tokens or vision, of 2**16 that it could have."""
-    length = longest(batches, tokens)
-    room = limits.max_seq_len // np.maximum(length, 1) * length
-    fill = (batches.sum(tokens) << 16) // np.maximum(room, 1)
-    vision_fill = (batches.sum(vision) << 16) // max(1, limits.max_vision)
-    return np.asarray(np.maximum(fill, vision_fill))
 
 
 @numba.njit(cache=True, nogil=True)

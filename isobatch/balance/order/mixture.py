@@ -60,6 +60,12 @@ class BuildFigures:
     samples: IntArray
     """Mean samples of a group, in 1/16."""
 
+    def by_load(self) -> tuple["BuildFigures", IntArray]:
+        """The figures with the largest loads first, and the builds in that order."""
+        order = np.argsort(-(self.vision + self.tokens), kind="stable")
+        sorted_figures = {name: getattr(self, name)[order] for name in BuildFigures.__slots__}
+        return BuildFigures(**sorted_figures), order
+
 
 def step_counts(
     figures: BuildFigures,
@@ -91,13 +97,7 @@ def step_counts(
     plain = whole_counts(targets, available, dp * micro_batches)
     if micro_batches == 1 or len(plain) == 1:
         return plain
-    order = np.argsort(-(figures.vision + figures.tokens), kind="stable")
-    sorted_figures = BuildFigures(
-        expected=figures.expected[order],
-        vision=figures.vision[order],
-        tokens=figures.tokens[order],
-        samples=figures.samples[order],
-    )
+    sorted_figures, order = figures.by_load()
     costs = _StepCosts(sorted_figures, targets[order], shape, mixing)
     cuts = np.cumsum(plain[order])
     limit = available[order]
@@ -219,10 +219,7 @@ def figures_of(
 
 def predicted_waiting(figures: BuildFigures, shape: tuple[int, int]) -> tuple[float, float]:
     """Share of the time that ranks wait for vision and for tokens, by builds' mean groups."""
-    order = np.argsort(-(figures.vision + figures.tokens), kind="stable")
-    sorted_figures = BuildFigures(
-        **{name: getattr(figures, name)[order] for name in BuildFigures.__slots__}
-    )
+    sorted_figures, _ = figures.by_load()
     owed = np.zeros_like(figures.expected)
     sums = np.zeros(2, np.int64)
     everything = np.full(len(owed), shape[0] * shape[1])

@@ -83,7 +83,10 @@ def regroup(
     borders = window_borders(len(stored), window_groups, seed=seed, epoch=epoch)
     seeds = random_bits(len(borders), seed, WINDOWS, epoch, place=1)
     samples = np.empty(len(stored.samples), index_dtype(int(stored.samples.max(initial=0)) + 1))
-    weights, caps = _weights(limits)
+    # units per vision load and token, whole ones, and the caps in units
+    caps = np.array([limits.max_vision, limits.max_seq_len])
+    weights = np.maximum(1, (1 << UNIT_BITS) // np.maximum(1, caps))
+    caps = weights * caps
     shift = max(0, int(loads[0].max(initial=0)).bit_length() - LEVEL_BITS)
 
     def exchange_window(window: int) -> None:
@@ -92,20 +95,15 @@ def regroup(
         window_loads = np.stack([load[members] for load in loads], axis=1, dtype=np.int64)
         vision, tokens = window_loads.T
         keys = (vision >> shift) << int(tokens.max()).bit_length() | tokens
-        places = _exchange(window_loads * weights, keys, offsets - offsets[0], caps, seeds[window])
+        places = _exchange(
+            window_loads * weights, keys, offsets - offsets[0], weights * caps, seeds[window]
+        )
         samples[offsets[0] : offsets[-1]] = members[places]
 
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "isobatch-regroup") as pool:
         list(pool.map(exchange_window, range(len(borders) - 1)))
     return Groups(samples, stored.offsets)
-
-
-def _weights(limits: Limits) -> tuple[IntArray, IntArray]:
-    """Units per vision load and token, whole ones, and the caps in units; each of shape (2,)."""
-    caps = np.array([limits.max_vision, limits.max_seq_len])
-    weights = np.maximum(1, (1 << UNIT_BITS) // np.maximum(1, caps))
-    return weights, weights * caps
 
 
 @numba.njit(cache=True, nogil=True)

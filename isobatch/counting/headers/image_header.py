@@ -77,7 +77,24 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
     `decode`: the whole image, ten to fifty times the work, which also finds flipped bits.
     """
     try:
-        return _read(file, decode=decode)
+        num_bytes = file.seek(0, 2)
+        if num_bytes == 0:
+            raise ValueError("the file is empty")
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        whole = not decode and _ends_well(file, head, num_bytes)
+        if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
+            return ImageHeader(*size, num_bytes)
+        file.seek(0)
+        quiet_decoders()
+        with Image.open(file) as image:
+            if image.format in DRAWN_BY_A_PROGRAM:
+                raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
+            size = image.size
+            if not whole:
+                image.load()
+            width, height = upright_size(size, image.format, _orientation(image))
+        return ImageHeader(width, height, num_bytes)
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "image", name) from None
 
@@ -88,27 +105,6 @@ def check_png(name: str, data: bytes) -> None:
         Image.open(io.BytesIO(data)).verify()
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "image", name) from None
-
-
-def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
-    num_bytes = file.seek(0, 2)
-    if num_bytes == 0:
-        raise ValueError("the file is empty")
-    file.seek(0)
-    head = file.read(HEAD_BYTES)
-    whole = not decode and _ends_well(file, head, num_bytes)
-    if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
-        return ImageHeader(*size, num_bytes)
-    file.seek(0)
-    quiet_decoders()
-    with Image.open(file) as image:
-        if image.format in DRAWN_BY_A_PROGRAM:
-            raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
-        size = image.size
-        if not whole:
-            image.load()
-        width, height = upright_size(size, image.format, _orientation(image))
-    return ImageHeader(width, height, num_bytes)
 
 
 def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:

@@ -56,7 +56,7 @@ def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, s
     elif not is_empty(function_call):
         more["function_call"] = function_call
     if calls is not None:
-        if not _are_calls(calls):
+        if not isinstance(calls, list) or not all(map(_has_name, calls)):
             raise SampleProblem("bad_turn", f"the tool calls of turn {number} have no names")
         more["tool_calls"] = without_nulls(calls)
     if text is None and (calls or any(isinstance(more.get(key), str) for key in _THOUGHTS)):
@@ -101,7 +101,8 @@ def with_tools(turns: tuple[Turn, ...], tools: Any, key: str) -> tuple[Turn, ...
                 raise
             return turns  # nobody calls any: a text of another kind
     listed = tools if isinstance(tools, list) else [tools]
-    defined = [_is_definition(tool) for tool in listed]
+    # a definition names a function, and says what that is for or takes
+    defined = [_has_name(tool) and bool(_DEFINITION & {*tool}) for tool in listed]
     if not any(defined):
         return turns
     if not all(defined) or not isinstance(tools, list):
@@ -126,19 +127,10 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _are_calls(calls: Any) -> bool:
-    return isinstance(calls, list) and all(map(_has_name, calls))
-
-
 def _has_name(tool: Any) -> bool:
     """Whether it is an object with a name, its own or its function's."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def _is_definition(tool: Any) -> bool:
-    """Whether it names a function, and says what that is for or takes."""
-    return _has_name(tool) and bool(_DEFINITION & {*tool})
 
 
 def _parsed(text: Any, what: str) -> Any:

@@ -49,7 +49,10 @@ def one_answer_each(
     if reading.answers == "all":
         several = list(dict.fromkeys(texts))
     elif reading.answers == "drawn":
-        several = [texts[_drawn(reading.seed, sample_id, len(texts))]]
+        # the id may hold half of a surrogate pair
+        seed = f"{reading.seed} {sample_id}".encode("utf-8", "replace")
+        number = int.from_bytes(blake2b(seed, digest_size=8).digest(), "little")
+        several = [texts[number % len(texts)]]
     else:
         several = texts[:1]
     suffixes = [f"#a{number}" for number in range(1, len(several) + 1)]
@@ -124,9 +127,3 @@ def _text(item: Any, key: str) -> str:
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"`{key}` holds a {type(item).__name__}, not a text")
     return text
-
-
-def _drawn(seed: int, sample_id: str, count: int) -> int:
-    """A place below `count`; the id may hold half of a surrogate pair."""
-    digest = blake2b(f"{seed} {sample_id}".encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % count

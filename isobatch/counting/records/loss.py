@@ -125,17 +125,12 @@ def _by_list(
         fits = f"`{key}` is a list of {len(values)} for {len(turns)} turns"
         raise _refused(f"{fits}; give 0 or 1 for each")
     record[key]
-    switched = (
-        replace(turn, learned=_switched(bool(value), turn, answers_only=key == "weight"))
-        for value, turn in zip(values, turns[besides:], strict=True)
-    )
+    switched = []
+    for value, turn in zip(values, turns[besides:], strict=True):
+        is_as_before = key == "weight" or turn.role == "assistant"
+        learned = turn.learned if is_as_before else True
+        switched.append(replace(turn, learned=learned if value else False))
     return (*turns[:besides], *switched)
-
-
-def _switched(value: bool, turn: Turn, *, answers_only: bool) -> Learned:
-    if not value:
-        return False
-    return turn.learned if answers_only or turn.role == "assistant" else True
 
 
 def _switch(fields: Fields, key: str) -> bool | None:

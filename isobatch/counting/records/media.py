@@ -288,7 +288,12 @@ def media_of(value: Any, kind: str) -> Media:
     if isinstance(value, bytes):
         return Media(kind, data=value)
     if isinstance(value, Mapping):
-        return _from_struct(value.get("bytes"), value.get("path"), kind)
+        data, path = value.get("bytes"), value.get("path")
+        if not isinstance(data, bytes):
+            return media_of(path, kind)
+        # a name here is for messages only
+        name = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
+        return Media(name or kind, data=data)
     if not isinstance(value, str) or not value:
         is_short = isinstance(value, str | int | float | None)
         shown = f"{value!r:.80}" if is_short else f"a {type(value).__name__}"
@@ -320,14 +325,6 @@ def _is_base64(text: str) -> bool:
     except ValueError:
         return False
     return kind_of_content(head) is not None
-
-
-def _from_struct(data: Any, path: Any, kind: str) -> Media:
-    if not isinstance(data, bytes):
-        return media_of(path, kind)
-    # a name here is for messages only
-    named = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
-    return Media(named or kind, data=data)
 
 
 def media_of_base64(text: Any, kind: str) -> Media:

@@ -68,7 +68,13 @@ def load_map(spec: str) -> UserMap:
     if not colon or not place or not name:
         raise ConfigError(f"--map {spec}: give module:function or path/to/file.py:function")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        if place.endswith(".py"):
+            module = _load_file(Path(place))
+        else:
+            here = str(Path.cwd())
+            if here not in sys.path:  # a command's path begins with its own folder
+                sys.path.append(here)
+            module = importlib.import_module(place)
     except (Exception, SystemExit) as error:  # of the user's code, when it is imported
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"--map {spec}: {place} cannot be loaded: {why}") from None
@@ -78,13 +84,6 @@ def load_map(spec: str) -> UserMap:
         raise ConfigError(f"--map {spec}: {place} has no function {name}")
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return UserMap(name=f"{Path(place).stem}:{name}", sha256=digest, function=function)
-
-
-def _load_module(name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:  # a command's path begins with its own folder
-        sys.path.append(here)
-    return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:

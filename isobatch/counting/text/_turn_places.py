@@ -17,8 +17,6 @@ from isobatch.counting.text.turn import Span
 # Unicode reserves these characters for use inside a program: no text for others has them.
 _OPEN, _CLOSE = "\ufdd8", "\ufdd9"
 _MARK = re.compile(f"{_OPEN}([a-z]+)([0-9]*),?([0-9]*){_CLOSE}")
-GENERATION = (f"{_OPEN}g{_CLOSE}", f"{_OPEN}h{_CLOSE}")
-"""Around what `{% generation %}` encloses."""
 
 
 def holds_marks(value: Any) -> bool:

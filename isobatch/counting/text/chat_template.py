@@ -234,8 +234,12 @@ class ChatTemplate:
         of a conversation proves it.
         """
         number = itertools.count()
+
+        def stand_in() -> str:
+            return f"{_NONCHARACTERS[2]}{next(number)}{_NONCHARACTERS[3]}"
+
         stand_ins = [
-            {**message, "content": _with_texts(message["content"], lambda: _stand_in(next(number)))}
+            {**message, "content": _with_texts(message["content"], stand_in)}
             for message in messages
         ]
         try:
@@ -446,10 +450,6 @@ def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[
         if written == full:
             return spans
     return None
-
-
-def _stand_in(number: int) -> str:
-    return f"{_NONCHARACTERS[2]}{number}{_NONCHARACTERS[3]}"
 
 
 def _shape_and_texts(messages: Sequence[Message]) -> tuple[tuple[Any, ...], list[str]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from isobatch.common.errors import ConfigError
 from isobatch.counting.text._control_tokens import ControlTokens
@@ -158,7 +158,16 @@ class ChatTokenizer:
         self._visual = [medium for medium in self._media if medium.kind != "audio"]
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
         self._bos, self._eos = document_ends(files, self._backend)
-        self.hash = _hash(files, self._backend, template, markups, self.template_date)
+        listed = sorted(self._backend.get_added_tokens_decoder().items())
+        parts = [
+            files.tokenizer_json,
+            {index: repr(token) for index, token in listed},
+            files.named_tokens,
+            template,
+            *map(given_options, markups),
+            *([] if self.template_date is None else [self.template_date]),
+        ]
+        self.hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         """Changes whenever the same text could be tokenised or labelled otherwise."""
 
     @classmethod
@@ -475,11 +484,7 @@ class ChatTokenizer:
     def _writes(self, kind: str, markup: MediaMarkup) -> bool:
         """Whether the template writes a medium's markup, given a part."""
         expected = markup.placeholder or markup.token
-        return self._renders([{"type": kind}, text_part(_PROBE)], expected)
-
-    def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
-        """Whether the template writes `expected`, once, for a user message with `content`."""
-        message: Message = {"role": "user", "content": content}
+        message: Message = {"role": "user", "content": [{"type": kind}, text_part(_PROBE)]}
         try:
             return self._template.render([message]).count(expected) == 1
         except TemplateRefusedError:
@@ -511,29 +516,6 @@ def _day(day: str | None) -> date:
         what = "SOURCE_DATE_EPOCH" if day is None else "--template-date (template_date)"
         form = "seconds since 1970" if day is None else "YYYY-MM-DD"
         raise ConfigError(f"{what} = {(day or epoch)!r}: expected a day as {form}") from None
-
-
-# --- parts of a tokenizer ---
-
-
-def _hash(
-    files: TokenizerFiles,
-    backend: Tokenizer,
-    template: str,
-    markups: Sequence[MediaMarkup],
-    template_date: str | None,
-) -> str:
-    listed = sorted(backend.get_added_tokens_decoder().items())
-    added = {index: repr(token) for index, token in listed}
-    parts = [
-        files.tokenizer_json,
-        added,
-        files.named_tokens,
-        template,
-        *map(given_options, markups),
-        *([] if template_date is None else [template_date]),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 # --- character spans of a text -> token spans of its encoding ---

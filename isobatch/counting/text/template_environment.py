@@ -353,7 +353,8 @@ def _require_small(name: str, whole: str, args: Iterable[Any], kwargs: Mapping[s
     if name == "join":
         for pieces in values:
             if isinstance(pieces, list | tuple):
-                _require_length(len(pieces) * len(whole) + sum(map(len, map(_text, pieces))))
+                length = sum(len(piece) for piece in pieces if isinstance(piece, str))
+                _require_length(len(pieces) * len(whole) + length)
     elif name == "replace":
         longest = max((len(value) for value in values[1:2] if isinstance(value, str)), default=0)
         count = whole.count(values[0]) if values and isinstance(values[0], str) else 0
@@ -361,10 +362,6 @@ def _require_small(name: str, whole: str, args: Iterable[Any], kwargs: Mapping[s
     for value in values:
         if isinstance(value, int):
             _require_length(abs(value))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _require_small_filter(name: str, values: Sequence[Any]) -> None:

@@ -1,7 +1,6 @@
 """InternVL in transformers' own form: 2.5, 3 and 3.5 (`InternVL3-8B-hf`). Pure."""
 
 from isobatch.models.folder.files import ModelFiles
-from isobatch.models.folder.json_table import JsonTable
 from isobatch.models.folder.pixels import HARMLESS, pixels_of, square_side
 from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
 from isobatch.models.image_rules import TilesRule
@@ -26,7 +25,7 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
     processor.require_read(("processor_class", "auto_map"))
     text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
     width = text.count("hidden_size")
-    merged = _merge_side(files.config_table())
+    merged = round(1 / files.config_table().number("downsample_ratio"))
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: tiles and a thumbnail, from the model's own files",
@@ -49,7 +48,3 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
         ),
         llm=llm_shape(text),
     )
-
-
-def _merge_side(config: JsonTable) -> int:
-    return round(1 / config.number("downsample_ratio"))

@@ -6,7 +6,7 @@ from isobatch.models.folder.pixels import HARMLESS, edges, pixels_of, square_sid
 from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
 from isobatch.models.image_rules.anyres import AnyresRule
 from isobatch.models.image_rules.fixed import FixedRule
-from isobatch.models.presets import MediaMarkup, ModelPreset, VitShape
+from isobatch.models.presets import MediaMarkup, ModelPreset
 
 _PROCESSOR_HARMLESS = ("processor_class", "image_token", "auto_map", "video_token")
 
@@ -78,14 +78,19 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
 
 def _preset(files: ModelFiles, rule: AnyresRule | FixedRule, images: str) -> ModelPreset:
     """What the three have in common; `images`: what becomes of one, for people."""
-    text = part_of(files, "text_config")
+    text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
+    width = text.count("hidden_size")
+    layers = files.config_table().value("vision_feature_layer")
+    features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
+    token = files.processor_table().value("image_token")
+    token = files.named_token("image_token", token if isinstance(token, str) else "<image>")
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: {images}, from the model's own files",
         context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(token=_image_token(files)),
+        image_markup=MediaMarkup(token=token),
         vision=rule,
-        vit=_vit(files, text),
+        vit=vit_shape(vision, (features, width, width)),
         llm=llm_shape(text),
     )
 
@@ -133,16 +138,3 @@ def _tokens_per_patch(files: ModelFiles, side: int) -> tuple[int, int]:
         extra = int(has_class_token)
     patches = (side // _patch_size(files)) ** 2
     return patches + extra - (strategy == "default"), patches + has_class_token
-
-
-def _image_token(files: ModelFiles) -> str:
-    token = files.processor_table().value("image_token")
-    return files.named_token("image_token", token if isinstance(token, str) else "<image>")
-
-
-def _vit(files: ModelFiles, text: JsonTable) -> VitShape:
-    vision = part_of(files, "vision_config")
-    width = text.count("hidden_size")
-    layers = files.config_table().value("vision_feature_layer")
-    features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
-    return vit_shape(vision, (features, width, width))

@@ -28,11 +28,23 @@ def read_splits(files: ModelFiles) -> ModelPreset:
     text = part_of(files, "text_config")
     vision = part_of(files, "vision_config")
     merged = vision.count("hidden_size") * config.count("scale_factor") ** 2
+    image = files.named_token("image_token", "<image>")
+    fake = files.named_token("fake_image_token", "<fake_token_around_image>")
+    whole = f"{fake}{files.named_token('global_image_token', '<global-img>')}{image}{fake}"
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: tiles and the whole image, from the model's own files",
         context_len=text.count("max_position_embeddings"),
-        image_markup=_markup(files),
+        image_markup=MediaMarkup(
+            token=image,
+            placeholder=image,
+            parts=(
+                ("tile", f"{fake}<row_{{row}}_col_{{column}}>{image}"),
+                ("row", "\n"),
+                ("whole", f"\n{whole}"),
+                ("single", whole),
+            ),
+        ),
         vision=SplitsRule(
             **pixels,
             image_size=side,
@@ -51,19 +63,3 @@ def _longest_edge(images: JsonTable, key: str) -> int:
     if set(size) != {"longest_edge"}:
         raise images.wrong(key, "only longest_edge is supported")
     return size["longest_edge"]
-
-
-def _markup(files: ModelFiles) -> MediaMarkup:
-    image = files.named_token("image_token", "<image>")
-    fake = files.named_token("fake_image_token", "<fake_token_around_image>")
-    whole = f"{fake}{files.named_token('global_image_token', '<global-img>')}{image}{fake}"
-    return MediaMarkup(
-        token=image,
-        placeholder=image,
-        parts=(
-            ("tile", f"{fake}<row_{{row}}_col_{{column}}>{image}"),
-            ("row", "\n"),
-            ("whole", f"\n{whole}"),
-            ("single", whole),
-        ),
-    )

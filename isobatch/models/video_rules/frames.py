@@ -10,8 +10,14 @@ import numpy as np
 from isobatch.common.errors import ConfigError
 from isobatch.models.image_rules.base import MarkupPart, PicturePlan, ResizeTo
 from isobatch.models.image_rules.splits import longest_side
-from isobatch.models.video_rules._spread import spread
-from isobatch.models.video_rules.base import Indices, SampledRule, VideoFacts, VideoPlan, labelled
+from isobatch.models.video_rules.base import (
+    Indices,
+    SampledRule,
+    VideoFacts,
+    VideoPlan,
+    labelled,
+    spread,
+)
 
 MOST_WORDS = 999
 """Largest number that has words here."""

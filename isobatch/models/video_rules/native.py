@@ -8,7 +8,6 @@ import numpy as np
 
 from isobatch.models.image_rules.base import MarkupPart, PicturePlan, ResizeTo, Size
 from isobatch.models.image_rules.native import nearest_size, scaled_up
-from isobatch.models.video_rules._spread import spread
 from isobatch.models.video_rules.base import (
     Indices,
     SampledRule,
@@ -16,6 +15,7 @@ from isobatch.models.video_rules.base import (
     VideoPlan,
     VideoRejected,
     labelled,
+    spread,
     too_short,
 )
 

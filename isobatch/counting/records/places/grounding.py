@@ -14,7 +14,7 @@ for the rounding too. Letters of marks in a record without `objects` stay letter
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -189,12 +189,12 @@ def with_objects(
         known = ", ".join(_FORMS)
         raise _problem(f"how {model} writes boxes is not known; known: {known}")
     form = _FORMS[max(names, key=len)]
-    present = [
-        token for token in form.tokens if any(token in text for text in _texts(turns, objects))
-    ]
+    texts = [*(turn.text for turn in turns), *objects.refs]
+    present = [token for token in form.tokens if any(token in text for text in texts)]
     if present:
         raise _problem(f"the texts have {present[0]} of their own next to {_REF} or {_BOX}")
-    refs = iter([_written_ref(form, ref) for ref in objects.refs])
+    before, after = form.tokens[:2] or ("", "")
+    refs = iter([f"{before}{ref}{after}" for ref in objects.refs])
     pairs = zip(objects.boxes, objects.images, strict=True)
     boxes = iter([_written_box(form, box, objects, sizes[image]) for box, image in pairs])
     filled = []
@@ -205,15 +205,6 @@ def with_objects(
         ]
         filled.append(replace(edited(turn, edits), tokens=form.tokens) if edits else turn)
     return tuple(filled)
-
-
-def _texts(turns: Sequence[Turn], objects: Objects) -> Iterator[str]:
-    yield from (turn.text for turn in turns)
-    yield from objects.refs
-
-
-def _written_ref(form: _Form, ref: str) -> str:
-    return f"{form.tokens[0]}{ref}{form.tokens[1]}" if form.tokens else ref
 
 
 def _written_box(form: _Form, box: tuple[float, ...], objects: Objects, size: ImageSize) -> str:
