@@ -111,7 +111,7 @@ def preset_groups(kind: str) -> list[str]:
 
 
 def preset_families(kind: str) -> str:
-    """For a help text, in one line: what the names begin with, up to a digit or `_`."""
+    """Families for a help text, in one line: beginnings of the names, up to a digit or `_`."""
     return ", ".join(sorted({re.split(r"[\d_]", name)[0] for name in preset_names(kind)}))
 
 

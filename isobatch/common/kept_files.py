@@ -14,7 +14,7 @@ from pathlib import Path
 RECORDS = ".arrow"
 """End of the names of cached records, in the user's cache folder."""
 LENGTHS = ".lengths"
-"""That of cached lengths; their sources are next to them (`.json`)."""
+"""End of the names of cached lengths; their sources are next to them (`.json`)."""
 MAX_BYTES = {RECORDS: 100 << 30, LENGTHS: 4 << 30}
 """Limit of all files of a kind in a folder: of lengths, those of 100 million samples."""
 

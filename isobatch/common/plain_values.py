@@ -23,7 +23,7 @@ MOST_INTEGER = 2**63 - 1
 MOST_DEPTH = 64
 """Tables and lists in one another; `config.json` of any model has fewer than ten."""
 MOST_BYTES = 1 << 30
-"""Of a text file that is read whole: many times the largest tokenizer.json."""
+"""Size of a text file that is read whole, at most: many times the largest tokenizer.json."""
 
 
 def read_text(path: str | Path) -> str:

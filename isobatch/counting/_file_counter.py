@@ -39,7 +39,7 @@ class CountedFile:
     numbers: dict[str, int | float]
     """Columns of its row, and what its sample adds up."""
     plan: ImagePlan | None = None
-    """Of an image or a video."""
+    """Plan of an image or a video."""
     frames: tuple[tuple[Media, int], ...] = ()
     """Images that are the video, and their bytes."""
 

@@ -59,7 +59,7 @@ class CountedBlock:
     """Counted samples of whole groups, group after group."""
 
     samples: pa.RecordBatch
-    """As `SampleCounter` gives them."""
+    """Rows of the samples, as `SampleCounter` gives them."""
     sample_ids: list[str]
     data_roots: list[str]
     """Folder or URI that each sample's files are in."""
@@ -282,7 +282,7 @@ def _read_sample(
 
 
 def _borders(lists: pa.ListArray) -> IntArray:
-    """Where each row's values begin among all of them, and the end."""
+    """Borders of the rows among the values of all."""
     return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
 
 

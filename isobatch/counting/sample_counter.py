@@ -78,7 +78,7 @@ class CountSettings:
     """Day that the chat template writes, YYYY-MM-DD; see `ChatTokenizer.load`."""
     keep_columns: tuple[str, ...] = ()
     map: str | None = None
-    """`module:function`, applied to each record first."""
+    """Function (`module:function`) that is applied to each record first."""
     reading: Reading = DEFAULT_READING
     """The model's own marks are added to it."""
     decode_images: bool = False
@@ -104,7 +104,7 @@ class CountJob:
     source: str
     data_root: str
     chunk: Chunk | None
-    """None when its rows are staged already."""
+    """Records to count; None when their rows are staged already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class WavHeader:
     """What a WAV file says of its samples; nothing is checked against the file's size."""
 
     format: int
-    """`PCM`, `FLOAT`, or a number of a compressed format."""
+    """Number of the format: `PCM`, `FLOAT`, or a compressed one."""
     num_channels: int
     sampling_rate: int
     frame_bytes: int

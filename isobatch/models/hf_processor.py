@@ -39,7 +39,7 @@ class ImageRun(NamedTuple):
     """A run of image tokens in what a processor writes for an image."""
 
     text: str
-    """With one token for the run: from the run before, and to the end if it is the last."""
+    """Text with one token for the run: from the run before, and to the end if it is the last."""
     tokens: int
 
 
@@ -53,7 +53,7 @@ class ImageProcessor:
     """Token that vision features take the place of."""
     token_id: int
     arguments: Values
-    """Of the image processor, as the processor calls it."""
+    """Arguments of the image processor, as the processor calls it."""
     output_names: tuple[str, ...]
     """Outputs that the model takes."""
     counts_runs: bool
@@ -143,7 +143,7 @@ def open_processor(description: str) -> ImageProcessor:
 
 
 def _image_processor(name: str, settings: Values) -> Any:
-    """As transformers chooses: the class with torchvision if that is here, else with Pillow."""
+    """The class that transformers chooses: with torchvision if that is here, else with Pillow."""
     failed = ""
     for class_name in (name, f"{name}Pil"):
         try:

@@ -83,7 +83,7 @@ class KeptBytes:
 
     trained: float
     frozen: float
-    """With frozen weights, where a gradient passes through."""
+    """Bytes with frozen weights, where a gradient passes through."""
 
     def __add__(self, other: "KeptBytes") -> "KeptBytes":
         """Both layers."""
@@ -94,7 +94,7 @@ class KeptBytes:
 
 
 NOTHING = KeptBytes(trained=0.0, frozen=0.0)
-"""Of a layer that keeps nothing, as a table of embeddings."""
+"""Bytes of a layer that keeps nothing, as a table of embeddings."""
 
 
 def transformer_bytes(shape: TransformerShape, run: LayerRun) -> KeptBytes:
@@ -114,7 +114,7 @@ def embedding_bytes(values: float, run: LayerRun) -> KeptBytes:
 
 
 def projector_bytes(shape: EncoderShape, run: LayerRun) -> KeptBytes:
-    """All projectors of an encoder, per token that enters them: LayerNorm and an MLP each."""
+    """What an encoder's projectors keep, per token that enters them: LayerNorm and an MLP each."""
     size = run.number_bytes
     count = shape.num_projectors
     # products are split by their outputs and by their inputs in turn

@@ -152,7 +152,7 @@ class VitShape(EncoderShape):
 
     @property
     def has_rms_norms(self) -> bool:
-        """By families: those with gates or normalised queries have RMSNorm, others LayerNorm."""
+        """Whether layers have RMSNorm: of families with gates or normalised queries."""
         return self.gated or self.query_key_norm
 
     @property
@@ -168,7 +168,7 @@ class AudioEncoderShape(EncoderShape):
     frame_values: int
     """Mel bins that the first convolution reads per frame of the spectrogram."""
     conv_channels: int | None = None
-    """Of three convolutions over frames and mel bins (Qwen3-Omni); None: Whisper's two."""
+    """Channels of three convolutions over frames and mel bins (Qwen3-Omni); None: Whisper's two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class LlmShape(TransformerShape):
 
     @property
     def has_rms_norms(self) -> bool:
-        """All families that we know have."""
+        """Whether layers have RMSNorm: in all families that we know."""
         return True
 
     @property
@@ -225,7 +225,7 @@ class LlmShape(TransformerShape):
         return self.attention_weights + experts * self.hidden_size * width
 
     def mean_squares(self, lengths: IntArray, squares: IntArray) -> IntArray:
-        """As of other shapes; squares of larger heads count for more."""
+        """Squared lengths as of other shapes; those of larger heads count for more."""
         mean = super(LlmShape, self).mean_squares(lengths, squares)
         more = (self.num_full_layers or 0) * ((self.full_head_size or 0) - self.head_size)
         return (
@@ -307,11 +307,11 @@ class ModelPreset:
     """Dimensions for FLOPs; a preset without them counts and groups, but predicts no time."""
     llm: LlmShape | None = None
     audio: AudioRule | None = None
-    """None for a model without an audio encoder, which has no `audio_markup` either."""
+    """Rule of audio clips; None for a model without an audio encoder: no `audio_markup` either."""
     audio_markup: MediaMarkup | None = None
     audio_encoder: AudioEncoderShape | None = None
     video: VideoRule | None = None
-    """None for a model that takes no videos, which has no `video_markup` either."""
+    """Rule of videos; None for a model that takes none, which has no `video_markup` either."""
     video_markup: MediaMarkup | None = None
     """Its token may be that of images, where frames are images."""
 

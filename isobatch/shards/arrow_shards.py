@@ -43,7 +43,7 @@ MAGIC_BYTES = 8
 """Magic and padding before the schema of an IPC file."""
 
 MOST_FILE_BYTES = (1 << 31) - 1
-"""Of the images and videos of a group, and of its audio: offsets in them are int32."""
+"""Bytes of a group's images and videos at most, and of its audio: offsets are int32."""
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())

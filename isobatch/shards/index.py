@@ -156,7 +156,7 @@ def index_schema(largest: Mapping[str, int]) -> pa.Schema:
 
 
 def find_batches(path: Path) -> tuple[BatchRange, ...]:
-    """Where the record batches of an Arrow file are, in order; reads it once."""
+    """Ranges of the record batches of an Arrow file, in order; reads it once."""
     with pa.memory_map(str(path)) as source:
         content = source.read_buffer()
     messages = pa.BufferReader(content)

@@ -115,7 +115,7 @@ class Manifest:
     hash: str
     """SHA-256 of the file: two builds with the same hash have the same bytes."""
     version: int
-    """`format_version`, of READ_VERSIONS."""
+    """Version of the format, of READ_VERSIONS."""
     format: ShardFormat
     model: ModelPreset
     limits: Limits
@@ -130,9 +130,9 @@ class Manifest:
     """Folder or URI that the paths of images and audio files start from; refs only."""
     image_token_id: int
     audio_token_id: int | None
-    """None for a model without an audio encoder."""
+    """Id of the audio token; None for a model without an audio encoder."""
     video_token_id: int | None
-    """None for a model without videos; of some models, it is the image token's."""
+    """Id of the video token, of some models the image token's; None for a model without videos."""
     vocab_size: int
     extras: ExtraTypes
     """Columns of the raw data that each sample has, and their types."""
@@ -289,7 +289,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
 
 
 class IndexFiles(Protocol):
-    """Where the index and the tables of a build are: in a folder, or in a store."""
+    """Place of a build's index and tables: a folder, or a store."""
 
     at_once: int
     """Record batches to read at a time."""

@@ -36,11 +36,11 @@ FIRST_TRIES = 5
 """Tries of the first request, 1.5 s: a mistyped endpoint must not take a minute to come out."""
 
 _FIRST_PAUSE_S, _LONGEST_BACKOFF_S = 0.1, 15.0
-"""Between obstore's own tries."""
+"""Pauses between obstore's own tries."""
 _CONNECT_S = 5.0
 _AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _LONGEST_PAUSE_S = 5.0
-"""Between ours, of a `RangeReader`."""
+"""Pause between the tries of a `RangeReader`, at most."""
 _RETRIES = 3
 """obstore's own retries, inside a body too; few, because it says why only when it gives up."""
 _READ_TIMEOUT_S = 15.0

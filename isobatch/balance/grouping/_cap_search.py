@@ -186,7 +186,7 @@ class CapSearch:
         return int(self.vision.max(initial=0))
 
     def caps(self, q_t: int, q_v: int) -> Limits:
-        """`caps_of` in this search's unit."""
+        """Caps with OmniBal's filter targets, in this search's unit."""
         return caps_of(q_t, q_v, self.vision_unit)
 
     def never_binds(self, q_t: int) -> int:
@@ -306,7 +306,7 @@ def _spread(low: int, high: int, count: int) -> list[int]:
 
 
 def _draw(rows: IntArray, count: int, seed: int) -> IntArray:
-    """At most so many of the rows; with repetition, so that the cost does not grow with them."""
+    """Draw so many rows at most; with repetition, so that the cost does not grow with them."""
     if len(rows) <= count:
         return rows
     # raw bits: NumPy keeps these the same in all versions

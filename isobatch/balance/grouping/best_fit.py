@@ -38,13 +38,13 @@ from isobatch.common.types import Groups, IntArray, Limits, index_dtype
 DEFAULT_ROUNDS = 60
 """AI2D + ChartQA, 15 patches: 7,982 groups by 6 rounds, 7,975 by 20, 7,967 by 60, 7,964 by 600."""
 WINDOW_SAMPLES = 1 << 15
-"""Enough for exact fits, and few enough for the second-level cache."""
+"""Samples of a window: enough for exact fits, few enough for the second-level cache."""
 WINDOW_GROUPS = 512
 """Groups that a window makes at least, so that the few that it cannot complete do not count."""
 PASSED_ON = 8
 """1 / share of a window's samples, and of its groups, the worst, that go into the next window."""
 TRIAL_SAMPLES, TRIAL_ROUNDS, FINALISTS = 1 << 12, 6, 2
-"""All strategies are tried on so many samples, the best two of them on a window."""
+"""Samples and rounds of a trial of all strategies; how many of them are tried on a window."""
 LEAST_SHARE = 0.02
 """Share of the groups, the worst, that a round dissolves at least, and as many at random."""
 ACTIVE = 0.5
@@ -190,7 +190,7 @@ def group_best_fit(
 
 
 def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: int) -> FitStrategy:
-    """Of the two that make the fewest groups of a part of all samples, the better on a window."""
+    """The better on a window of the two that make the fewest groups of a part of all samples."""
     num_samples = len(packing.resources[0].load)
     rounds = min(rounds, TRIAL_ROUNDS)
     trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
@@ -203,7 +203,7 @@ def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: in
 
 
 def _all_strategies(packing: PackedLoads) -> list[FitStrategy]:
-    """Each scarce resource alone or all weighed equally, with three ways to choose samples."""
+    """Strategies for each scarce resource alone and for all equally, with three ways to choose."""
     caps = [resource.cap for resource in packing.resources]
     needs = [total / max(cap, 1) for total, cap in zip(_sums(packing), caps, strict=True)]
     active = [f for f, need in enumerate(needs) if caps[f] and need >= ACTIVE * max(needs)]

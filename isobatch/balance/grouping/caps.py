@@ -69,7 +69,7 @@ class GroupOptions:
     memory: ActivationBudget | None = None
     """Memory of a group's activations, shared between both caps; None: no bound."""
     grouping: str = "fit"
-    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
+    """Name of the grouping: `fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = DEFAULT_ITERATIONS
     """ISF iterations at most; `fit` has none."""
 
@@ -98,7 +98,7 @@ class LimitChoice:
     memory: ActivationBudget | None
     """The budget of the options."""
     vision: "VisionChoice | None" = None
-    """None where neither images nor a cap of them are there."""
+    """Choice of the vision cap; None where neither images nor a cap of them are there."""
 
     @property
     def trials(self) -> tuple[CapTrial, ...]:
@@ -134,9 +134,9 @@ class VisionChoice:
     targets: CapTrial
     """The trial of the chosen targets on all samples."""
     trials: tuple[CapTrial, ...]
-    """All on the drawn part, smallest caps first."""
+    """Trials on the drawn part, smallest caps first."""
     confirmed: tuple[CapTrial, ...]
-    """All on all samples."""
+    """Trials on all samples."""
     grouping: str
     predictor: str | None
     """The model and GPU that times are predicted for."""

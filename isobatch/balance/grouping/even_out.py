@@ -67,7 +67,7 @@ class EvenState(NamedTuple):
     loads: NDArray[np.int32]
     """Vision, tokens and squared length of each sample, shape (num_samples, 3)."""
     above: NDArray[np.int64]
-    """Each group's loads above the mean, shape (num_groups, 3)."""
+    """Loads above the mean of each group, shape (num_groups, 3)."""
     scale: NDArray[np.int64]
     """A load in `UNIT`s, times 2 ** SCALE_BITS, shape (3,)."""
     near: NDArray[np.int64]
@@ -112,7 +112,7 @@ def group_balanced(
 
 
 def _most_even(loads: IntArray) -> IntArray:
-    """As many loads of the same sum that are as even as whole numbers can be, int64."""
+    """Loads as even as whole numbers can be, as many and with the same sum, int64."""
     return (int(loads.sum()) + np.arange(len(loads))) // max(1, len(loads))
 
 
@@ -133,7 +133,7 @@ def even_out(
     seed: int,
     rounds: int = MAX_ROUNDS,
 ) -> Groups:
-    """As many groups of the same samples within the same caps, with more equal loads.
+    """Make loads of groups more equal: as many groups of the same samples within the same caps.
 
     `vision` and `tokens` are the samples' loads, shape (num_samples,), as for `group_best_fit`.
 
@@ -336,7 +336,7 @@ def _best_swap(loads, sides, place, first, second, state):  # type: ignore[no-un
 
 @numba.njit(cache=True)
 def _fill(target, source):  # type: ignore[no-untyped-def]
-    """As `target[:] = source`, which numba takes a second to compile, with all of its errors."""
+    """Copy as `target[:] = source`, which numba takes a second to compile, with its errors."""
     for place in range(len(source)):
         target[place] = source[place]
 

@@ -82,7 +82,7 @@ def _filter_of(packing: PackedLoads) -> _Filter:
 
 @numba.njit(cache=True)
 def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-def]
-    """All iterations; sorts `samples` into the groups of the best pass; -> their offsets.
+    """Run all iterations; sorts `samples` into the groups of the best pass; -> their offsets.
 
     The groups that passed the filter come first, and only grow; what remains comes after them. So
     of the best pass only the remaining samples are copied.

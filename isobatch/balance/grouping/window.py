@@ -43,7 +43,7 @@ def group_window(
     loads = vision[rows], tokens[rows]
 
     def keep(groups: Groups) -> Groups:
-        """All but the emptiest."""
+        """Leave out the emptiest groups."""
         fills = [
             groups.sum(load) / max(1, cap)
             for load, cap in zip(loads, (limits.max_vision, limits.max_seq_len), strict=True)

@@ -34,7 +34,7 @@ LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 DEFAULT_BALANCE = 0.9
 MAX_BALANCE = 0.999
 CUT_FROM = 64
-"""Times a step's groups, chosen from, that are enough to be sorted by both loads."""
+"""Width of the choice, in steps' groups, from which candidates are sorted by both loads."""
 MOST_GROUPS = 1 << 16
 """Groups chosen from at most, or those of two steps: those that wait are in the state."""
 CENTRES, MOST_PASSED = 8, 32
@@ -125,7 +125,7 @@ class GlobalShuffle:
         self._passed = passed
         self._width = 1 / (1 - balance)
         self.tolerance = min(1.0, 2 * (1 - balance))
-        """Times `EQUAL` that pass for no difference."""
+        """Factor of `EQUAL` below which differences do not count."""
         self._spare = np.array(spare, dtype=np.int64)
         self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)
         self._chunk = -1, self._spare
@@ -180,7 +180,7 @@ class GlobalShuffle:
         self._spare = np.delete(self._spare, places)
 
     def take_groups(self, count: int) -> tuple[IntArray, list[GroupOrder]]:
-        """`take_steps` of a group each, at once; at least so many remain."""
+        """Take steps of a group each, at once, as `take_steps` does; at least so many remain."""
         after = self.copy()
         orders = list[GroupOrder]()
         groups = after.take(count)
@@ -309,7 +309,7 @@ def distances(vision: IntArray, tokens: IntArray, tolerance: float, centre: int)
 def most_alike(
     vision: IntArray, tokens: IntArray, count: int, tolerance: float, centres: int
 ) -> IntArray:
-    """Of the sets `nearest` to one of the first `centres` groups that whose ranks wait least.
+    """The set whose ranks wait least, of those `nearest` to one of the first `centres` groups.
 
     >>> vision, tokens = np.array([1, 9, 5, 9, 5]), np.array([10, 10, 10, 20, 10])
     >>> most_alike(vision, tokens, 2, 0.0, centres=3).tolist()

@@ -37,7 +37,7 @@ waiting of a step in proportion, or two fifths while steps so far have less than
 what a micro-batch that builds are owed weighs, in hundredths.
 """
 MEAN_ENTROPY = UNIT * 97 // 100
-"""Of that of the weights: a random step has a little less than these."""
+"""Entropy of steps, of that of the weights: a random step has a little less than this."""
 LEAST_WAITING = UNIT // 100
 """Waiting below which more of it would not matter."""
 ROUNDS_OF_CUTS = 2
@@ -50,7 +50,7 @@ together .95 or more.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFigures:
-    """Of each build, int64, shape (builds,)."""
+    """Figures of each build, int64, shape (builds,)."""
 
     expected: IntArray
     """Groups of a step by the weights, in UNITs."""
@@ -247,7 +247,7 @@ def choose_of_builds(
 def most_alike_mixed(
     loads: tuple[IntArray, IntArray], sources: IntArray, count: int, tolerance: float, centres: int
 ) -> IntArray:
-    """As `most_alike`, of sets whose samples are about as mixed as those of a random step.
+    """The set of `most_alike` among those that are about as mixed as a random step.
 
     `sources`: samples of each source in the groups, (groups, sources). Each set has the nearest
     groups, in numbers of each source that are moved from those of the nearest of all towards those

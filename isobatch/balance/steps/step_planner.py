@@ -49,10 +49,10 @@ class StepAssignment:
     """Who works on which samples of a step; samples are numbered as in `StepRequest`."""
 
     micro_batches: tuple[Groups, ...]
-    """Each rank's, each sample in one; numbers may differ by rank, if the trainer can take that. Of
-    ranks that do not ask, all samples may be in one."""
+    """Micro-batches of each rank, each sample in one; numbers may differ by rank, if
+    the trainer can take that. Of ranks that do not ask, all samples may be in one."""
     encoders: Mapping[str, tuple[Groups, ...]] = field(default_factory=dict)
-    """By encoder (`vision`, `audio`), the batches that each rank encodes: each sample with images
+    """Encoder (`vision`, `audio`) -> the batches that each rank encodes: each sample with images
     (clips) in one, others may be left out. Without it, samples are encoded in their micro-batch.
     """
     notes: tuple[object, ...] = ()
@@ -93,7 +93,7 @@ def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
 def _check_once(
     ranks: tuple[Groups, ...], samples: StepRequest, *, min_times: IntArray, what: str
 ) -> None:
-    """Each sample is in one of the groups, or in none where `min_times` is 0."""
+    """Require each sample in one of the groups, or in none where `min_times` is 0."""
     if len(ranks) != samples.dp:
         raise _wrong(f"gave {what} to {len(ranks)} ranks; there are {samples.dp}")
     assigned = np.concatenate([np.empty(0, np.int64), *(groups.samples for groups in ranks)])

@@ -55,7 +55,7 @@ def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
 
 
 def _read_wav(file: BinaryIO, num_bytes: int) -> AudioHeader | None:
-    """None for a WAV file whose samples are compressed."""
+    """The header of a WAV file; None if its samples are compressed."""
 
     def read(offset: int, size: int) -> bytes:
         file.seek(offset)

@@ -27,7 +27,7 @@ _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp"}
 """Boxes that an MP4 or MOV file may begin with."""
 MOST_PIXELS = 2 * 1024**3 // 4 // 3
-"""Of a frame: as many as Pillow decodes of an image."""
+"""Pixels of a frame at most: as many as Pillow decodes of an image."""
 _HIDDEN = 2
 """AVINDEX_DISCARD_FRAME in the flags of an entry of FFmpeg's table."""
 _describing = threading.Lock()
@@ -179,7 +179,7 @@ def _decode_frames(container: Any, stream: Any) -> int:
 
 
 def _said_to_end(file: IO[bytes], num_bytes: int) -> int:
-    """Where an MP4, AVI, MKV or WebM file must end by its own headers; 0 if they do not say."""
+    """End of an MP4, AVI, MKV or WebM file by its own headers; 0 if they do not say."""
     file.seek(0)
     head = file.read(4096)
     if head[:4] == b"RIFF":

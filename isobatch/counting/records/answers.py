@@ -26,7 +26,7 @@ ANSWER_COLUMNS = (("question", "answers"), ("query", "answers"), ("query", "labe
 CAPTION_COLUMNS = ("captions", "caption")
 """Keys of several captions: COCO, Flickr30k."""
 TEXT_KEYS = ("answer", "text", "raw", "caption")
-"""Where an object of a list of answers or captions has its text."""
+"""Keys of the text in an object of a list of answers or captions."""
 HUB_KEYS = frozenset({"query", "label", "answers", "captions"})
 """Keys that only this file reads."""
 _OTHER_CONTENT = ("conversations", "messages", "text_list", "texts", "response")

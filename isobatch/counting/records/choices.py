@@ -24,7 +24,7 @@ LETTERS = tuple(string.ascii_uppercase)
 LETTER_KEYS = LETTERS[:10]
 """Columns of one option each."""
 _MOST_CHARACTERS = 100_000
-"""Of a text that holds a list: Python's own reader takes a hundred bytes for each."""
+"""Characters of a text that holds a list: Python's reader takes a hundred bytes for each."""
 
 
 def with_choices(record: Fields, questions: Sequence[tuple[str, str]], reading: Reading) -> Fields:

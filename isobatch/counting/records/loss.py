@@ -27,7 +27,7 @@ from isobatch.counting.records.media import SampleProblem
 from isobatch.counting.text.chat_tokenizer import Turn
 
 Learned = bool | tuple[tuple[int, int], ...] | None
-"""As `Turn.learned`."""
+"""What is learned of a turn, as `Turn.learned`."""
 
 _OF_ANSWERS = ("weight", "loss")
 _OF_ANY_TURN = ("train", "training", "loss_mask", "mask")

@@ -27,7 +27,7 @@ class Reading:
     video_tokens: tuple[str, ...] = ()
     audio_tokens: tuple[str, ...] = ()
     seed: int = 0
-    """Of answers that are drawn."""
+    """Seed of answers that are drawn."""
 
     def identity(self) -> dict[str, str]:
         """What a build's manifest says: the options that are not the defaults."""

@@ -109,7 +109,7 @@ class Content:
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
     turns_path: str = ""
-    """Where the turns are in the record, such as `messages[]`."""
+    """Path of the turns in the record, such as `messages[]`."""
     objects: Objects | None = None
     """What the texts' `<ref-object>` and `<bbox>` mean, until the images' sizes are known."""
 
@@ -125,11 +125,11 @@ class RawSample:
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
     objects: Objects | None = None
-    """As of `Content`."""
+    """Objects as of `Content`."""
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
     turns_path: str = field(default="", compare=False)
-    """As in `Content`."""
+    """Path of the turns, as in `Content`."""
     unread: tuple[Unread, ...] = field(default=(), compare=False)
     """Keys of the record that were never read."""
 

@@ -88,7 +88,7 @@ INPUT_KEYS = ("input", "context")
 """What an instruction is about, in Alpaca's and in Dolly's words."""
 CAPTION_KEYS = ("caption", "txt", "TEXT")
 PAIR_KEYS = ("width", "image_phash")
-"""Next to `url` and `text`, these tell a pair of COYO or LAION from a web page."""
+"""Keys next to `url` and `text` that tell a pair of COYO or LAION from a web page."""
 URL_KEYS = ("url", "URL", "raw_url")
 CONTENT_KEYS: frozenset[str] = frozenset(
     {*TURN_KEYS, OTHER_TURNS_KEY, "text_list", "texts", "text", *CAPTION_KEYS}
@@ -398,7 +398,7 @@ def _mmc4(record: Fields, _reading: Reading) -> Content:
 
 
 def _mmc4_image(info: Fields) -> Media:
-    """By name, as base64 (converters to tars), or by a URL that nobody has downloaded."""
+    """The image by name, as base64 (converters to tars), or by a URL that nobody downloaded."""
     if info.peek("image_base64") is not None:
         return media_of_base64(info["image_base64"], "image")
     return media_of(info.get("image_name") or info.get("raw_url"), "image")

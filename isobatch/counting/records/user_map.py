@@ -27,9 +27,9 @@ class UserMap:
     """A function over records."""
 
     name: str
-    """`module:function`, without folders."""
+    """Module and function (`module:function`), without folders."""
     sha256: str
-    """Of the file that it is in."""
+    """SHA-256 of the file that it is in."""
     function: Callable[[dict[str, Any]], Any]
 
     def identity(self) -> dict[str, str]:

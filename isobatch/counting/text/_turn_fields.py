@@ -15,10 +15,10 @@ Field = tuple[int, str]
 """Number of a turn, and the key of a field."""
 
 DROPPED_THOUGHT = "<think>"
-"""As the key of a field: a thought in a turn's text that the template leaves out."""
+"""Key of a field that stands for a thought in a turn's text that the template leaves out."""
 _TOOLS = "tools"
 _MOST_HALVINGS = 7
-"""Of a conversation's fields of one key. What is not told apart then counts as used."""
+"""Halvings of a conversation's fields of one key; what is not told apart then counts as used."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thought; the first one counts."""
 _CALL = {"key of a probe": "value"}

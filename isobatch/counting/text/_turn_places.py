@@ -57,7 +57,7 @@ class Places:
     edges: dict[int, list[int]] = field(default_factory=dict)
     """Number of an edge -> its places."""
     end_of_turns: int = 0
-    """Where the last loop over messages ends."""
+    """End of the last loop over messages."""
 
 
 def read_marks(marked: str) -> Places:

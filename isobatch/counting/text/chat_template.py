@@ -39,7 +39,7 @@ Message = Mapping[str, Any]
 `{"type": "image"}`."""
 
 Learned = bool | Sequence[Span] | None
-"""As `Turn.learned`."""
+"""What is learned of a message, as `Turn.learned`."""
 
 DEFAULT_DATE = date(2026, 1, 1)
 """What `strftime_now` gives where no date is given: the same text on any day."""
@@ -48,7 +48,7 @@ MOST_SAID = 2000
 MOST_OUTLINES = 4096
 """Shapes of conversations to remember."""
 MANY_ANSWERS = 48
-"""From here on not each answer's place is rendered, which takes the square of their number."""
+"""Answers from which on not each place is rendered, which takes the square of their number."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Unicode reserves these characters for use inside a program. Two that no message contains enclose
@@ -145,7 +145,7 @@ class ChatTemplate:
         edged: Sequence[Message],
         tools: Any = None,
     ) -> tuple[str, list[Span]]:
-        """As `render_with_answers`, with labels as `learned` says for each message.
+        """Render as `render_with_answers`, with labels as `learned` says for each message.
 
         `edged` are the messages with the marks `edge(2 * i)` and `edge(2 * i + 1)` in their texts:
         around all that has labels in message `i` because its author says so, once for each range.

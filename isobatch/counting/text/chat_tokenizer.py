@@ -97,7 +97,7 @@ class TextRejected:
     """Why a conversation cannot be tokenised."""
 
     reason: str
-    """`invalid_utf8`, `chat_template`, `control_token` or `not_learned`."""
+    """Reason of `record.REASONS`: `invalid_utf8`, `chat_template`, `control_token`, `not_learned`."""
     detail: str
 
 
@@ -108,7 +108,7 @@ class _Rendered:
     """Answers; in a document, markup."""
     is_document: bool
     num_files: dict[str, int]
-    """By kind: images, and videos and clips if the model takes them."""
+    """Kind -> files: images, and videos and clips if the model takes them."""
     num_tokens: dict[str, int]
     """Tokens of each kind: more than files where their markup has several runs."""
     videos_at: tuple[int, ...]
@@ -131,7 +131,7 @@ class ChatTokenizer:
         video: MediaMarkup | None,
         template_date: date,
     ) -> None:
-        """Built by `load`."""
+        """Make a tokenizer of files that are read: `load` does."""
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
         """Tokens declared under another id: content -> (declared id, id in use)."""
@@ -143,9 +143,9 @@ class ChatTokenizer:
         vocab = self._backend.get_vocab()
         self.image_token_id = vocab[image.token]
         self.audio_token_id = None if audio is None else vocab[audio.token]
-        """None for a model without audio."""
+        """Id of the audio token; None for a model without audio."""
         self.video_token_id = None if video is None else vocab[video.token]
-        """None for a model without videos; it may be the image token's."""
+        """Id of the video token, perhaps the image token's; None for a model without videos."""
         self.vocab_size = self._backend.get_vocab_size()
         """Number of tokens, added ones included: rows that the model's embedding needs."""
         self._template = ChatTemplate(template, files.named_tokens, template_date)

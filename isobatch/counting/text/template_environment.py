@@ -28,7 +28,7 @@ from isobatch.common.errors import ConfigError
 MOST_STEPS = 10_000_000
 """Rounds of loops and calls of macros in one rendering: some seconds."""
 MOST_SECONDS = 20.0
-"""Of one rendering. A count of steps alone would let each of them be long."""
+"""Time of one rendering. A count of steps alone would let each of them be long."""
 MOST_CHARS = 2**24
 """Characters of a text that a template makes, and items of a list: 16 books."""
 

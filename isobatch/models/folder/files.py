@@ -43,7 +43,7 @@ class FileSource:
     where: str
     """Folder or Hub id."""
     folder: Path | None
-    """None: on the Hub."""
+    """Folder of the files; None: they are on the Hub."""
 
     @classmethod
     def find(cls, source: str | Path, kind: str, *, hub_id: re.Pattern[str] = HUB_ID) -> Self:
@@ -149,13 +149,13 @@ class ModelFiles:
     """Folder or Hub id, for messages."""
     config: Json
     processor: Json = field(default_factory=dict)
-    """`processor_config.json`, with the settings of its parts if transformers 5 wrote it."""
+    """Content of `processor_config.json`, with its parts' settings if transformers 5 wrote it."""
     image_processor: Json = field(default_factory=dict)
-    """`preprocessor_config.json` of older versions."""
+    """Content of `preprocessor_config.json`, of older versions."""
     video_processor: Json = field(default_factory=dict)
-    """`video_preprocessor_config.json` of older versions."""
+    """Content of `video_preprocessor_config.json`, of older versions."""
     tokenizer: Json = field(default_factory=dict)
-    """`tokenizer_config.json`."""
+    """Content of `tokenizer_config.json`."""
 
     @property
     def model_type(self) -> str:

@@ -24,7 +24,7 @@ _N_WINDOW = 50
 _APART = "qwen2_5_omni_vision_encoder"
 """The only encoder of these that has products of their own for queries, keys and values."""
 _MAX_ASPECT_RATIO = 200.0
-"""`smart_resize` of transformers raises above it."""
+"""Ratio of the sides above which `smart_resize` of transformers raises."""
 
 
 def read_qwen_vl(files: ModelFiles) -> ModelPreset:

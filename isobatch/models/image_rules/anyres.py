@@ -62,7 +62,7 @@ class AnyresRule(CropsRule):
         )
 
     def plan_one_of(self, images: int, width: int, height: int) -> ImagePlan:
-        """Of LLaVA-OneVision's several images each is one crop, padded to a square, a newline."""
+        """One crop, padded to a square, for each of LLaVA-OneVision's several images; a newline."""
         if images < 2 or self.anyres_max is None:
             return self.plan(width, height)
         side = self.image_size

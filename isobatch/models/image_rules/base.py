@@ -51,7 +51,7 @@ class PicturePlan(NamedTuple):
     """A picture made of the image, which is cut into patches row by row."""
 
     steps: tuple[ResizeTo | PlaceOn, ...]
-    """From the image; pictures with the same first steps share them."""
+    """Steps from the image; pictures with the same first steps share them."""
     cell: Size | None = None
     """The picture is cut into cells of this size first, and each of them into patches."""
 
@@ -68,7 +68,7 @@ class MarkupPart(NamedTuple):
     tokens: int = 0
     row: int = 0
     column: int = 0
-    """Of a tile, from 1."""
+    """Row and column of a tile, from 1."""
     label: str = ""
     """What stands for {label} in the part's text: a frame's time, its number, or all of it."""
 

@@ -70,7 +70,7 @@ class VideoPlan(ImagePlan):
     frame_indices: Indices
     """Frames of the file that are used; a grid of more repeats the last one."""
     seconds_per_grid: float
-    """From one frame of the grid to the next: M-RoPE of Qwen2.5-VL."""
+    """Seconds from one frame of the grid to the next: M-RoPE of Qwen2.5-VL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class FramesRule(SampledRule):
         )
 
     def sample(self, facts: VideoFacts) -> Indices:
-        """From the middles of `num_frames` equal parts."""
+        """Frames from the middles of `num_frames` equal parts."""
         count = min(self.num_frames, facts.num_frames)
         return spread(facts.num_frames / count / 2, facts.num_frames, count)
 
@@ -113,7 +113,7 @@ class ClockRule(FramesRule):
     """Pixels that a frame's longer side is resized to, before it is squashed to `image_size`."""
     frames_per_second: float = 1.0
     skipped_seconds: float = 1.0
-    """At either end of a long video."""
+    """Seconds that are skipped at either end of a long video."""
 
     part_names: ClassVar[tuple[str, ...]] = ("count", "duration", "frame", "end")
 

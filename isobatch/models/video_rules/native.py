@@ -146,7 +146,7 @@ class GlmVideoRule(TimestampsRule):
     """A longer video has no more frames than this much."""
 
     def sample(self, facts: VideoFacts) -> Indices:
-        """Those at each 1 / `frames_per_second`, made even by the last one."""
+        """Frames at each 1 / `frames_per_second`, made even by the last one."""
         last = facts.num_frames - 1
         duration = facts.duration
         wanted = self.frames_per_second

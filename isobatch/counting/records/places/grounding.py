@@ -26,7 +26,7 @@ OBJECTS_KEY = "objects"
 _REF, _BOX = "<ref-object>", "<bbox>"
 _MARK = re.compile(f"{_REF}|{_BOX}")
 _MOST = 1e9
-"""Beyond any coordinate; NaN and infinity are too."""
+"""Number beyond any coordinate; NaN and infinity are too."""
 _KEYS = ("ref", "bbox", "bbox_type", "image_id")
 
 
@@ -56,7 +56,7 @@ class _Form(NamedTuple):
     """How a model's texts name objects and give boxes."""
 
     tokens: tuple[str, ...]
-    """Around a name and around a box; none: nothing."""
+    """Tokens around a name and around a box; empty: nothing is around them."""
     is_list: bool = False
     """Whether numbers are a list in a list; else points in brackets."""
     is_resized: bool = False

@@ -144,7 +144,7 @@ def edited(turn: Turn, edits: Sequence[Edit]) -> Turn:
 
 
 def _moved(place: int, edits: Sequence[Edit], *, is_end: bool = False) -> int:
-    """Where a character is after the edits; inside of one, its beginning or its end."""
+    """Place of a character after the edits; inside of one, its beginning or its end."""
     shift = 0
     for start, end, new in edits:
         if end <= place:

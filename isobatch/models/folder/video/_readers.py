@@ -30,9 +30,9 @@ _HARMLESS = (
     *("video_processor_type", "image_processor_type", "do_pad", "crop_size"),
 )
 _FRAMES_PER_SECOND = 2
-"""Of Qwen-VL's and GLM-V's own code."""
+"""Frames per second of Qwen-VL's and GLM-V's own code."""
 _INTERNVL_FRAMES, _ONEVISION_FRAMES, _SMOLVLM_FRAMES = 8, 32, 64
-"""Of InternVL's model cards, OneVision's paper, SmolVLM2's own files."""
+"""Frames by InternVL's model cards, OneVision's paper, SmolVLM2's own files."""
 
 
 def with_videos(files: ModelFiles, model: ModelPreset) -> ModelPreset:
