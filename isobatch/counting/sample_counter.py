@@ -200,7 +200,11 @@ class SampleCounter:
         rows = []
         for one in looked_at:
             row = one if isinstance(one, Rejected) else self._row(one, next(texts), blob)
-            rows.append(_rejected_row(row) if isinstance(row, Rejected) else row)
+            if isinstance(row, Rejected):
+                # surrogates in a path or message must not break the table that reports them
+                detail = row.detail.encode("utf-8", "backslashreplace").decode("utf-8")
+                row = {**asdict(row), "detail": detail}
+            rows.append(row)
         schema = STAGED_SCHEMA
         if self._settings.keep_columns:
             schema = staged_schema(kinds_in(str(row["extras"]) for row in rows if "extras" in row))
@@ -367,9 +371,3 @@ def _process_counter(settings: CountSettings) -> SampleCounter:
 
 def _reject(sample: RawSample, reason: str, detail: str) -> Rejected:
     return Rejected(sample.sample_id, sample.source, reason, detail)
-
-
-def _rejected_row(rejected: Rejected) -> dict[str, object]:
-    # surrogates in a path or message must not break the table that reports them
-    detail = rejected.detail.encode("utf-8", "backslashreplace").decode("utf-8")
-    return {**asdict(rejected), "detail": detail}

@@ -118,11 +118,14 @@ class FlopsModel:
         At native resolution counts do not tell images and frames of a sample apart: they are taken
         as equally large, the least that their squares can sum to. Tiles and one video are exact.
         """
+        if isinstance(self.vision, NativeSizeRule):
+            # at native resolution an image is one patch, a video one per frame of its grid
+            squares = np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)
+        else:
+            squares = counts.num_image_patches * self.vision.vit_tokens_per_patch**2
         return ComputeLoad(
             vit_tokens=counts.num_vit_tokens,
-            vit_squares=self.vit.mean_squares(
-                counts.num_vit_tokens, _vit_squares(counts, self.vision)
-            ),
+            vit_squares=self.vit.mean_squares(counts.num_vit_tokens, squares),
             llm_tokens=counts.seq_len,
             llm_squares=self.llm.mean_squares(counts.seq_len, np.square(counts.seq_len)),
         )
@@ -167,10 +170,3 @@ class FlopsModel:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.speed})"
-
-
-def _vit_squares(counts: Counts, vision: VisionRule) -> IntArray:
-    if not isinstance(vision, NativeSizeRule):
-        return counts.num_image_patches * vision.vit_tokens_per_patch**2
-    # at native resolution an image is one patch, a video one per frame of its grid
-    return np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)

@@ -325,12 +325,6 @@ class ModelPreset:
                 lacks = names[present == [kind]]
                 advice = f"give both for a model with {kind}, else neither"
                 raise ConfigError(f"has [{present[0]}] but no [{lacks}]; {advice}")
-        self._check_tokens()
-        _check_parts("image_markup", self.image_markup, self.vision)
-        if self.video_markup is not None:
-            _check_parts("video_markup", self.video_markup, self.video)
-
-    def _check_tokens(self) -> None:
         video = self.video_markup
         if video is not None and video.token == self.image_markup.token:
             video = None
@@ -341,6 +335,9 @@ class ModelPreset:
             if strings[markup.token] > 1:
                 again = f"the token {markup.token!r} has a second place in the markup"
                 raise ConfigError(f"{again}; give each its own")
+        _check_parts("image_markup", self.image_markup, self.vision)
+        if self.video_markup is not None:
+            _check_parts("video_markup", self.video_markup, self.video)
 
     @property
     def has_dimensions(self) -> bool:

@@ -196,10 +196,6 @@ class CapSearch:
         """
         return int((self.vision * q_t // np.maximum(self.tokens, 1)).max(initial=0))
 
-    def without_cap(self, q_t: int) -> CapTrial:
-        """The trial that shows what a vision cap costs."""
-        return self.under(q_t, None)
-
     def under(self, q_t: int, max_vision: int | None) -> CapTrial:
         """The trial of Q_t with this vision cap; None: one that never binds."""
         free = max(self.never_binds(q_t), self.largest)

@@ -187,7 +187,8 @@ def choose_limits(
             memory=memory,
         )
     best = search.best(splits, max_vision)
-    free = search.without_cap(best.limits.max_seq_len)  # before the trials are listed
+    # what the cap costs; before the trials are listed
+    free = search.under(best.limits.max_seq_len, None)
     trials = search.trials
     targets = best_targets(trials, best) if options.grouping == "isf" else best
     on_part = trials.results(on_all=False)

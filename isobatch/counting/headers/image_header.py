@@ -93,7 +93,11 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
             size = image.size
             if not whole:
                 image.load()
-            width, height = upright_size(size, image.format, _orientation(image))
+            orientation = None
+            # asking Pillow would decode the whole picture to look for EXIF after it
+            if image.format != "PNG" or _may_hold_exif(image):
+                orientation = image.getexif().get(ORIENTATION_TAG)
+            width, height = upright_size(size, image.format, orientation)
         return ImageHeader(width, height, num_bytes)
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "image", name) from None
@@ -119,12 +123,6 @@ def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:
     if head.startswith(b"\x89PNG"):
         return tail.endswith(b"IEND\xaeB`\x82")
     return False
-
-
-def _orientation(image: Image.Image) -> object:
-    if image.format == "PNG" and not _may_hold_exif(image):
-        return None  # asking Pillow would decode the whole picture to look for EXIF after it
-    return image.getexif().get(ORIENTATION_TAG)
 
 
 def _may_hold_exif(image: Image.Image) -> bool:

@@ -59,7 +59,23 @@ def read_video_header(file: IO[bytes], name: str, *, decode: bool = False) -> Vi
             there = f"{num_bytes:,} of {said:,} bytes are there"
             raise SampleProblem("corrupt_video", f"cut short, {there}")
         with _opened(file) as (container, stream):
-            return _read(container, stream, num_bytes, decode=decode)
+            width, height = stream.codec_context.width, stream.codec_context.height
+            if width * height > MOST_PIXELS:
+                raise SampleProblem("too_many_pixels", f"frames of {width:,} x {height:,} pixels")
+            rate = stream.average_rate or stream.guessed_rate
+            if _is_turned(container, stream.index):
+                width, height = height, width
+            if decode:
+                num_frames = _decode_frames(container, stream)
+            else:
+                num_frames = _count_frames(container, stream, num_bytes)
+            if min(width, height, num_frames) < 1:
+                what = f"{num_frames} frames of {width} x {height} pixels"
+                raise SampleProblem("empty_video", what)
+            if not rate:
+                why = "its container does not say how many frames a second has"
+                raise SampleProblem("frame_rate", why)
+            return VideoHeader(width, height, num_frames, float(rate), num_bytes)
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "video", name) from None
 
@@ -107,25 +123,6 @@ def _import_av() -> Any:
     # one of two equal lines would be missing in what FFmpeg says of a file
     av.logging.set_skip_repeated(False)
     return av
-
-
-def _read(container: Any, stream: Any, num_bytes: int, *, decode: bool) -> VideoHeader:
-    width, height = stream.codec_context.width, stream.codec_context.height
-    if width * height > MOST_PIXELS:
-        raise SampleProblem("too_many_pixels", f"frames of {width:,} x {height:,} pixels")
-    rate = stream.average_rate or stream.guessed_rate
-    if _is_turned(container, stream.index):
-        width, height = height, width
-    if decode:
-        num_frames = _decode_frames(container, stream)
-    else:
-        num_frames = _count_frames(container, stream, num_bytes)
-    if min(width, height, num_frames) < 1:
-        what = f"{num_frames} frames of {width} x {height} pixels"
-        raise SampleProblem("empty_video", what)
-    if not rate:
-        raise SampleProblem("frame_rate", "its container does not say how many frames a second has")
-    return VideoHeader(width, height, num_frames, float(rate), num_bytes)
 
 
 def _is_turned(container: Any, stream: int) -> bool:

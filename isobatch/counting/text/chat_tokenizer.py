@@ -97,7 +97,7 @@ class TextRejected:
     """Why a conversation cannot be tokenised."""
 
     reason: str
-    """Reason of `record.REASONS`: `invalid_utf8`, `chat_template`, `control_token`, `not_learned`."""
+    """Key of REASONS: `invalid_utf8`, `chat_template`, `control_token` or `not_learned`."""
     detail: str
 
 
@@ -266,9 +266,10 @@ class ChatTokenizer:
                 "invalid_utf8", f"character {error.start} of the conversation is {surrogate}"
             )
         tokens = frozenset(token for turn in turns for token in turn.tokens)
-        protected = self._control.occur_in(_without(self._writer.blank(content), tokens)) or (
-            more != "" and self._control.occur_in(more)
-        )
+        plain = self._writer.blank(content)
+        for token in tokens:
+            plain = plain.replace(token, "\0")
+        protected = self._control.occur_in(plain) or (more != "" and self._control.occur_in(more))
         if protected and not self._control.can_protect(content + more):
             both = "the text has a control token's string and private-use characters"
             return TextRejected("control_token", both)
@@ -489,12 +490,6 @@ class ChatTokenizer:
             return self._template.render([message]).count(expected) == 1
         except TemplateRefusedError:
             return False
-
-
-def _without(text: str, tokens: frozenset[str]) -> str:
-    for token in tokens:
-        text = text.replace(token, "\0")
-    return text
 
 
 def _only_turn(turns: Sequence[Turn]) -> Turn:

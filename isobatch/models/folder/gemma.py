@@ -29,9 +29,7 @@ def read_gemma3(files: ModelFiles) -> ModelPreset:
     """Gemma 3: every image squashed to one square; markup between empty lines."""
     images = files.image_table("Gemma3ImageProcessor")
     processor = files.processor_table()
-    tokens = _GEMMA3_TOKENS
-    if "image_seq_length" in processor:
-        tokens = processor.count("image_seq_length")
+    tokens = processor.count_or("image_seq_length", _GEMMA3_TOKENS)
     processor.require_read(_PROCESSOR_HARMLESS)
     start = files.named_token("boi_token", "<start_of_image>")
     markup = MediaMarkup(
@@ -143,15 +141,11 @@ def _full_heads(text: JsonTable, kinds: list[str], kv_heads: int | None) -> tupl
     layers = text.table("per_layer_config")
     number = kinds.index("full_attention")
     layer = layers.table(str(number) if str(number) in layers else f"{number:02d}")
-    head = _FULL_HEAD_SIZE
+    head = layer.count_or("head_dim", text.count_or("global_head_dim", _FULL_HEAD_SIZE))
     keys = kv_heads or text.count("num_key_value_heads")
-    if "global_head_dim" in text:
-        head = text.count("global_head_dim")
-    if "head_dim" in layer:
-        head = layer.count("head_dim")
     if kv_heads is None:
         for table, key in ((text, "num_global_key_value_heads"), (layer, "num_key_value_heads")):
-            keys = table.count(key) if key in table else keys
+            keys = table.count_or(key, keys)
     return head, keys
 
 

@@ -19,9 +19,7 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
     # InternVLProcessor cuts tiles whatever the image processor's own file says
     images.require_read((*HARMLESS, "default_to_square", "crop_to_patches", "min_patches"))
     processor = files.processor_table()
-    tokens = _DEFAULT_TOKENS
-    if "image_seq_length" in processor:
-        tokens = processor.count("image_seq_length")
+    tokens = processor.count_or("image_seq_length", _DEFAULT_TOKENS)
     processor.require_read(("processor_class", "auto_map"))
     text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
     width = text.count("hidden_size")

@@ -56,6 +56,10 @@ class JsonTable:
             raise self.wrong(key, "give a positive integer of at most 64 bits")
         return value
 
+    def count_or(self, key: str, otherwise: int) -> int:
+        """A positive integer; `otherwise` if neither the file nor transformers has one."""
+        return self.count(key) if key in self else otherwise
+
     def whole(self, key: str) -> int:
         """An integer of 0 or more; 0 if there is none."""
         value = self.value(key)

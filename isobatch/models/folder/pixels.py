@@ -50,6 +50,14 @@ def edges(images: JsonTable, key: str = "size") -> dict[str, int]:
     return {name: side for name, side in value.items() if side is not None}
 
 
+def longest_edge(images: JsonTable, key: str = "size") -> int:
+    """The longest edge, if the size says no other; ConfigError if it does."""
+    size = edges(images, key)
+    if set(size) != {"longest_edge"}:
+        raise images.wrong(key, "only longest_edge is supported")
+    return size["longest_edge"]
+
+
 def square_side(images: JsonTable, key: str = "size") -> int:
     """The side of a square size; ConfigError if it is none."""
     size = edges(images, key)

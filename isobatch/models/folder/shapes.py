@@ -59,7 +59,7 @@ def llm_shape(text: JsonTable) -> LlmShape | None:
         num_layers=text.count("num_hidden_layers"),
         hidden_size=text.count("hidden_size"),
         num_heads=heads,
-        num_kv_heads=text.count("num_key_value_heads") if "num_key_value_heads" in text else heads,
+        num_kv_heads=text.count_or("num_key_value_heads", heads),
         head_size=_head_size(text, heads),
         ffn_size=active,
         gated=True,
@@ -107,7 +107,7 @@ def _full_layers(text: JsonTable, kind: str) -> tuple[int | None, int | None]:
     else:
         every = (_SLIDING_PATTERN | _LINEAR_PATTERN).get(kind, 1)
         for key in ("sliding_window_pattern", "full_attention_interval"):
-            every = text.count(key) if key in text else every
+            every = text.count_or(key, every)
         full = num_layers // every
     if full in (0, num_layers):
         return None, None
@@ -132,7 +132,7 @@ def vit_shape(
 ) -> VitShape:
     """Dimensions of an encoder whose config has CLIP's names (SigLIP's, InternViT's, Pixtral's)."""
     heads = vision.count("num_attention_heads")
-    channels = vision.count("num_channels") if "num_channels" in vision else 3
+    channels = vision.count_or("num_channels", 3)
     return VitShape(
         num_layers=vision.count("num_hidden_layers"),
         hidden_size=vision.count("hidden_size"),

@@ -1,8 +1,7 @@
 """Idefics3 and SmolVLM: tiles of a fixed longer side, and the whole image. Pure."""
 
 from isobatch.models.folder.files import ModelFiles
-from isobatch.models.folder.json_table import JsonTable
-from isobatch.models.folder.pixels import HARMLESS, edges, pixels_of
+from isobatch.models.folder.pixels import HARMLESS, longest_edge, pixels_of
 from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
 from isobatch.models.image_rules.splits import SplitsRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
@@ -14,15 +13,13 @@ _DEFAULT_TOKENS = 169
 def read_splits(files: ModelFiles) -> ModelPreset:
     """Rows and columns of tiles are written in the text."""
     images = files.image_table("Idefics3ImageProcessor", "SmolVLMImageProcessor")
-    side, longest = (_longest_edge(images, key) for key in ("max_image_size", "size"))
+    side, longest = (longest_edge(images, key) for key in ("max_image_size", "size"))
     pixels = pixels_of(images)
     split = images.value("do_image_splitting") is not False
     # padding is of the batch, and the processor asks for rows and columns itself
     images.require_read((*HARMLESS, "default_to_square", "do_pad", "return_row_col_info"))
     processor = files.processor_table()
-    tokens = _DEFAULT_TOKENS
-    if "image_seq_len" in processor:
-        tokens = processor.count("image_seq_len")
+    tokens = processor.count_or("image_seq_len", _DEFAULT_TOKENS)
     processor.require_read(("processor_class", "auto_map"))
     config = files.config_table()
     text = part_of(files, "text_config")
@@ -56,10 +53,3 @@ def read_splits(files: ModelFiles) -> ModelPreset:
         vit=vit_shape(vision, (merged, text.count("hidden_size"))),
         llm=llm_shape(text),
     )
-
-
-def _longest_edge(images: JsonTable, key: str) -> int:
-    size = edges(images, key)
-    if set(size) != {"longest_edge"}:
-        raise images.wrong(key, "only longest_edge is supported")
-    return size["longest_edge"]
