@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.loaders._pair_counter import PairCounter
-from isobatch.loaders.plan.step_plan import StepFigures, StepPlan
+from isobatch.loaders.steps.step_plan import StepFigures, StepPlan
 
 _NOT_SUMMED = (
     *("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm"),
