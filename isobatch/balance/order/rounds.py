@@ -37,14 +37,15 @@ def make_rounds(
 ) -> Groups:
     """So many rounds of the ranks' groups, each of groups that cost about the same.
 
-    `per_rank` are the groups of each rank, of samples that index the columns of `loads`: vision, and
-    tokens. Of a rank with more groups the emptiest are left out; those of a rank with fewer are
+    `per_rank` are the groups of each rank, of samples that index the columns of `loads`: vision,
+    and tokens. Of a rank with more groups the emptiest are left out; those of a rank with fewer are
     split, and where it has too few samples for that, some are empty. Rounds come in the order
     `order`, in each of them rank after rank.
 
-    >>> per_rank = [Groups(np.array([0, 1]), np.arange(3)), Groups(np.array([2, 3]), np.array([0, 2]))]
+    >>> first = Groups(np.array([0, 1]), np.arange(3))
+    >>> second = Groups(np.array([2, 3]), np.array([0, 2]))
     >>> tokens = np.array([5, 9, 4, 5])
-    >>> rounds = make_rounds(per_rank, [tokens * 0, tokens], 1, np.arange(1))
+    >>> rounds = make_rounds([first, second], [tokens * 0, tokens], 1, np.arange(1))
     >>> [rounds[group].tolist() for group in range(2)]
     [[1], [2, 3]]
     """
