@@ -95,9 +95,7 @@ def regroup(
         window_loads = np.stack([load[members] for load in loads], axis=1, dtype=np.int64)
         vision, tokens = window_loads.T
         keys = (vision >> shift) << int(tokens.max()).bit_length() | tokens
-        places = _exchange(
-            window_loads * weights, keys, offsets - offsets[0], weights * caps, seeds[window]
-        )
+        places = _exchange(window_loads * weights, keys, offsets - offsets[0], caps, seeds[window])
         samples[offsets[0] : offsets[-1]] = members[places]
 
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
