@@ -45,13 +45,13 @@ class PlanConfig:
         ),
     ] = None
     images: Annotated[
-        int | None, Option("Without a build: image patches of a micro-batch.", least=0)
+        int | None, Option("Without a build: image patches of a micro-batch.", min=0)
     ] = None
     seq_len: Annotated[
-        int | None, Option("Without a build: LLM tokens of a micro-batch.", least=1)
+        int | None, Option("Without a build: LLM tokens of a micro-batch.", min=1)
     ] = None
     samples: Annotated[
-        int, Option("Without a build: samples that share these. Default: 1.", least=1)
+        int, Option("Without a build: samples that share these. Default: 1.", min=1)
     ] = 1
     cluster: Annotated[
         str,
@@ -60,9 +60,9 @@ class PlanConfig:
             " Default: h100."
         ),
     ] = "h100"
-    tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", least=1)] = 1
-    pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", least=1)] = 4
-    dp: Annotated[int, Option("Replicas of the pipeline. Default: 1.", least=1)] = 1
+    tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", min=1)] = 1
+    pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", min=1)] = 4
+    dp: Annotated[int, Option("Replicas of the pipeline. Default: 1.", min=1)] = 1
     sequence_parallel: bool = True
     precision: Annotated[
         Precision,
@@ -77,25 +77,23 @@ class PlanConfig:
     ] = "transformers"
     zero_stage: Annotated[
         int,
-        Option(
-            "Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: 1.", least=0
-        ),
+        Option("Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: 1.", min=0),
     ] = 1
     innermost: Literal["replicas", "stages"] = "replicas"
     micro_batches: Annotated[
-        int, Option("Micro-batches per step and replica. Default: 16.", least=1)
+        int, Option("Micro-batches per step and replica. Default: 16.", min=1)
     ] = 16
     schedule: Annotated[
         str, Option(f"{', '.join(SCHEDULES)}; or best: all are planned for. Default: 1f1b.")
     ] = "1f1b"
     stages_per_rank: Annotated[
-        int, Option("Stages per rank; over 1 for interleaved ones.", least=1)
+        int, Option("Stages per rank; over 1 for interleaved ones.", min=1)
     ] = 1
     memory_gib: Annotated[
         float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
     ] = None
-    steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", least=1)] = 4
-    seed: Annotated[int, Option("Seed of the epoch's order, as loaders'. Default: 0.", least=0)] = 0
+    steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", min=1)] = 4
+    seed: Annotated[int, Option("Seed of the epoch's order, as loaders'. Default: 0.", min=0)] = 0
     frozen: Annotated[
         tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
@@ -105,13 +103,13 @@ class PlanConfig:
     ] = "exact"
     time_limit: Annotated[
         float,
-        Option("Seconds after which the exact search ends with its best. Default: 30.", least=0),
+        Option("Seconds after which the exact search ends with its best. Default: 30.", min=0),
     ] = 30.0
     batch_size: Annotated[
         int | None,
         Option(
             "Samples of a random micro-batch to compare with. Default: 4, or a group's if less.",
-            least=1,
+            min=1,
         ),
     ] = None
 

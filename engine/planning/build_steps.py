@@ -48,7 +48,7 @@ class PackedBuild:
             self.groups.sum(self.limits.vision_load(self.counts)),
             self.groups.sum(self.counts.seq_len),
         )
-        taken = epoch_steps(loads, (dp, micro_batches), seed=seed, most=count)
+        taken = epoch_steps(loads, (dp, micro_batches), seed=seed, max_steps=count)
         return packed_loads(sample_loads(self.counts, self.model), self.groups.take(taken.ravel()))
 
     def random_steps(

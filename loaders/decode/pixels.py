@@ -196,23 +196,23 @@ class _Cutter:
             image = Image.fromarray(image)
         # the same filter, but Pillow may take the other axis first and round in between: few levels
         scale_x, scale_y = image.width / resized.width, image.height / resized.height
-        left, top = -canvas.left, -canvas.top
-        right, bottom = left + canvas.width, top + canvas.height
-        source = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
+        x0, y0 = -canvas.x, -canvas.y
+        x1, y1 = x0 + canvas.width, y0 + canvas.height
+        source = (x0 * scale_x, y0 * scale_y, x1 * scale_x, y1 * scale_y)
         return np.array(image.resize(canvas[:2], FILTERS[self._filter], box=source))
 
 
 def _placed(pixels: Pixels, step: PlaceOn) -> Pixels:
     """The picture on its canvas; a view if it only loses pixels."""
-    left, top = max(step.left, 0), max(step.top, 0)
-    cut_left, cut_top = max(-step.left, 0), max(-step.top, 0)
-    inside = pixels[cut_top : cut_top + step.height - top, cut_left : cut_left + step.width - left]
+    x, y = max(step.x, 0), max(step.y, 0)
+    cut_x, cut_y = max(-step.x, 0), max(-step.y, 0)
+    inside = pixels[cut_y : cut_y + step.height - y, cut_x : cut_x + step.width - x]
     if inside.shape[:2] == (step.height, step.width):
         return inside
     canvas = np.zeros((step.height, step.width, 3), dtype=np.uint8)
     if any(step.fill):
         canvas[:] = step.fill
-    canvas[top : top + inside.shape[0], left : left + inside.shape[1]] = inside
+    canvas[y : y + inside.shape[0], x : x + inside.shape[1]] = inside
     return canvas
 
 
