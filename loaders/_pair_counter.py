@@ -37,8 +37,8 @@ class PairCounter:
             self._num_groups += len(keys)
         if len(self._keys):
             places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-            found = self._keys[places] == keys
-            now, before = steps[found], self._steps[places[found]]
+            is_known = self._keys[places] == keys
+            now, before = steps[is_known], self._steps[places[is_known]]
             self._again += num_pairs(now * (len(self._steps) + 1) + before)
             self._by_chance += num_pairs(now) * self._chance
 

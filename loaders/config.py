@@ -179,9 +179,9 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, least in _LEAST.items():
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        for name, minimum in _LEAST.items():
+            if (value := getattr(self, name)) < minimum:
+                raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
         self._check_ranks()
         self._check_choice()
         if not 0 <= self.balance <= MAX_BALANCE:
@@ -242,9 +242,9 @@ class LoaderConfig:
                 "neither to use torch.distributed's"
             )
         ways = ("dp_rank", "process_group", "device_mesh")
-        given = [name for name in ways if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are given; each says which rank this is")
+        names = [name for name in ways if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} are given; each says which rank this is")
         if self.dp_dims is not None and self.device_mesh is None:
             raise ConfigError(f"dp_dims is {self.dp_dims!r}; it is for a device_mesh")
         rank, size = self.ranks()
@@ -285,15 +285,15 @@ class LoaderConfig:
 
     def shared(self) -> dict[str, str]:
         """What all `peers` must have been given, by option."""
-        given = {name: getattr(self, name) for name in self.__slots__ if name not in _OWN}
-        given["dp_world_size"] = self.ranks()[1]
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in _OWN}
+        values["dp_world_size"] = self.ranks()[1]
         if (mesh := self.device_mesh) is not None:
-            given["device_mesh"] = mesh.mesh_dim_names, mesh.mesh.tolist()
+            values["device_mesh"] = mesh.mesh_dim_names, mesh.mesh.tolist()
         return {
             name: getattr(value, "__qualname__", type(value).__name__)
             if callable(value)
             else repr(value)
-            for name, value in given.items()
+            for name, value in values.items()
         }
 
     def step_config(self) -> StepConfig:

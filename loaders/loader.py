@@ -66,8 +66,8 @@ class StreamingLoader(StepStream):
                 raise ConfigError("decode_images is now images: write images='encoded' for False")
             check_names(LoaderConfig, options)
             if not is_config:
-                given = f"config is {config!r}"
-                raise ConfigError(f"{given}; give a LoaderConfig, or options as keywords")
+                problem = f"config is {config!r}"
+                raise ConfigError(f"{problem}; give a LoaderConfig, or options as keywords")
             whole = replace(config or LoaderConfig(), **options)
         except ConfigError as error:
             tell_wrong_options(error, options, config if is_config else None)
@@ -161,24 +161,24 @@ class StreamingLoader(StepStream):
 
 def _datasets(url: object, config: LoaderConfig) -> list[tuple[Url, float]]:
     """The builds and their weights. ConfigError if they or their use are wrong."""
-    given: list[Any] = [url]
+    datasets: list[Any] = [url]
     if isinstance(url, Mapping | list | tuple):
-        given = list(url.items() if isinstance(url, Mapping) else url)
-    if all(_is_url(each) for each in given):
-        given = [(each, 1.0) for each in given]
-    wrong = [each for each in given if not _is_weighted(each)]
-    if wrong or not given:
+        datasets = list(url.items() if isinstance(url, Mapping) else url)
+    if all(_is_url(entry) for entry in datasets):
+        datasets = [(entry, 1.0) for entry in datasets]
+    wrong = [entry for entry in datasets if not _is_weighted(entry)]
+    if wrong or not datasets:
         lacks = ", without a weight" * (bool(wrong) and _is_url(wrong[0]))
         what = f"a dataset is {wrong[0]!r}{lacks}" if wrong else f"datasets are {url!r}"
         raise ConfigError(
             f"{what}; give the folder or URI of a build, or a list of them, or of pairs "
             "(build, weight) with weights above 0"
         )
-    if config.mixing_weights is not None and any(weight != 1 for _, weight in given):
+    if config.mixing_weights is not None and any(weight != 1 for _, weight in datasets):
         raise ConfigError("mixing_weights are given; leave out the weights of the datasets")
-    if not config.shuffle and len({weight for _, weight in given}) > 1:
+    if not config.shuffle and len({weight for _, weight in datasets}) > 1:
         raise ConfigError("shuffle=False gives every sample once; give all datasets the weight 1")
-    return [(each, float(weight)) for each, weight in given]
+    return [(entry, float(weight)) for entry, weight in datasets]
 
 
 def _is_url(value: object) -> bool:

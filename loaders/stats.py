@@ -164,8 +164,8 @@ class Meter:
         )
         complete = np.concatenate([part.complete.ravel() for part in parts])
         # (2, rounds), both
-        most = tokens.max(axis=1)
-        ratios = (most[:, None] - tokens).mean(axis=1) / np.maximum(most, 1)
+        largest = tokens.max(axis=1)
+        ratios = (largest[:, None] - tokens).mean(axis=1) / np.maximum(largest, 1)
         self._ratio_sums += ratios[:, complete].sum(axis=1)
         self._num_rounds += int(complete.sum())
         rounds = [part.complete.shape[1] for part in parts for _ in part.complete]

@@ -183,9 +183,12 @@ class StepBuilder:
         if not plan.encoders:
             return StepBatches(batches, {}, plan.note)
         remaining = iter(batches)
-        own = [next(remaining) for _ in plan.micro_batches]
-        encoders = {name: [next(remaining) for _ in each] for name, each in plan.encoders.items()}
-        return StepBatches(own, encoders, plan.note)
+        micro_batches = [next(remaining) for _ in plan.micro_batches]
+        encoders = {
+            name: [next(remaining) for _ in selections]
+            for name, selections in plan.encoders.items()
+        }
+        return StepBatches(micro_batches, encoders, plan.note)
 
     def _make(
         self, plan: StepPlan, epoch: int, selection: Selection, encoder: str | None = None

@@ -145,11 +145,11 @@ class StepStream:
                 "loaded; use the newer iterator"
             )
         begun = time.perf_counter()
-        made = next(running, None)
+        result = next(running, None)
         waiting_s = time.perf_counter() - begun
-        if made is None:
+        if result is None:
             return None
-        plan, batches = made
+        plan, batches = result
         step = self._builder.step(plan, batches)
         # only now: a state taken after a step that raised still has that step before it
         self._steps.move_past(plan)

@@ -50,8 +50,8 @@ def check_media(
     shards = open_folder(manifest.place, follow_links=True)
     for shard in manifest.shards:
         files = _files_of(shards, shard.name)
-        found = pool.map(partial(_problem, root, manifest), files, files.values())
-        yield len(files), [problem for problem in found if problem]
+        problems = pool.map(partial(_problem, root, manifest), files, files.values())
+        yield len(files), [problem for problem in problems if problem]
 
 
 def _files_of(shards: Folder, name: str) -> dict[_File, str]:
@@ -65,8 +65,8 @@ def _files_of(shards: Folder, name: str) -> dict[_File, str]:
                 there = (column for column in columns if column in batch.schema.names)
                 numbers = [batch.column(column).to_pylist() for column in there]
                 owners = batch.column("sample_id").to_pylist()
-                for owner, own, *counted in zip(owners, names, *numbers, strict=True):
-                    for path, *values in zip(own, *counted, strict=True):
+                for owner, paths, *counted in zip(owners, names, *numbers, strict=True):
+                    for path, *values in zip(paths, *counted, strict=True):
                         files.setdefault((kind, path, tuple(values)), owner)
     return files
 
@@ -78,14 +78,14 @@ def _problem(root: Folder, manifest: Manifest, file: _File, owner: str) -> str:
         kind, counted = ("video", counted) if counted[2] else (kind, counted[:2])
     try:
         if frames := frame_paths(name):
-            found = _film_numbers(root, frames)
+            measured = _film_numbers(root, frames)
         else:
             with open_media(root, Media(name), kind) as content:
-                found = _numbers(content, kind, name, manifest)
+                measured = _numbers(content, kind, name, manifest)
     except (SampleProblem, MediaRejected) as problem:
         return f"sample {owner!r}: {problem}"
-    if found != counted:
-        now, before = (_TEXTS[kind].format(*numbers) for numbers in (found, counted))
+    if measured != counted:
+        now, before = (_TEXTS[kind].format(*numbers) for numbers in (measured, counted))
         return f"sample {owner!r}: {name}: {now} now, {before} when it was counted"
     return ""
 

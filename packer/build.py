@@ -53,7 +53,7 @@ from isobatch.packer.report.build_summary import (
     require_few,
 )
 from isobatch.packer.sources.columns import parse_columns
-from isobatch.packer.sources.dataset import DEMO, Dataset, find_dataset, require_all
+from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
 from isobatch.packer.write.write_shards import (
     ShardTask,
@@ -213,9 +213,7 @@ class Builder:
             with self.progress.stage("draw", None, unit="demo samples") as stage:
                 write_demo(folder)
                 stage.count(DEMO_SAMPLES)
-        found = find_dataset(str(folder), None)
-        named = replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
-        return self._keeping(named)
+        return self._keeping(demo_dataset(folder))
 
     def _count(self, dataset: Dataset) -> _Counts:
         """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
@@ -265,10 +263,10 @@ class Builder:
         """Say before the work which kept columns the first records do not have."""
         if not (keep := self.config.kept_columns) or self.config.map:
             return
-        found = _columns(dataset)
-        for name in (name for name in keep if name not in found):
+        columns = _columns(dataset)
+        for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            self._note(f"{note} {', '.join(sorted(found))}")
+            self._note(f"{note} {', '.join(sorted(columns))}")
 
     def _note_processor(self) -> None:
         """Say what is not known of a model whose images go through its own processor."""
@@ -300,13 +298,13 @@ class Builder:
     def _never_read(self, dataset: Dataset, num_records: list[int]) -> dict[str, NeverRead]:
         """What nothing reads, by part: keys of records, and columns that records come without."""
         names = [part.name for part in dataset.parts]
-        found = staged_never_read(self.staging.samples, names, num_records)
+        by_part = staged_never_read(self.staging.samples, names, num_records)
         for part in dataset.parts:
-            columns = found.pop(part.name, {})
+            columns = by_part.pop(part.name, {})
             add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
             add_described(columns, part.located.unread)
-            found |= {part.name: columns} if columns else {}
-        return found
+            by_part |= {part.name: columns} if columns else {}
+        return by_part
 
     def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
         """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""

@@ -22,7 +22,7 @@ from isobatch.models.presets import ModelPreset, model_to_dict
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.group import Grouping
 from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
-from isobatch.shards.folders import is_uri, open_folder
+from isobatch.shards.folders import absolute, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
@@ -64,7 +64,7 @@ class BuildIdentity:
             **{key: getattr(self.config, key) for key in keys},
             **({"map": load_map(self.config.map).identity()} if self.config.map else {}),
             **({"reading": reading} if (reading := self.config.reading.identity()) else {}),
-            **({"keep_columns": list(kept)} if (kept := self.config.kept_columns) else {}),
+            **({"keep_columns": list(columns)} if (columns := self.config.kept_columns) else {}),
             **asdict(self.config.group_options),
         }
 
@@ -74,9 +74,9 @@ class BuildIdentity:
         Compares annotations by content, containers by name and size, other files not at all.
         """
         manifest = read_manifest(out).values
-        found = [manifest[name] for name in ("config", "raw_files", "model")]
+        recorded = [manifest[name] for name in ("config", "raw_files", "model")]
         wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
-        if found != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
+        if recorded != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
             raise _another(out)
         return manifest
 
@@ -118,7 +118,7 @@ class BuildIdentity:
 
         `counted`: records read, and copies beyond the first of each sample.
         """
-        settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
+        settings, data_root = self.settings(dataset), absolute(dataset.parts[0].data_root)
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         keys += ["template_date"] * (self.tokenizer.template_date is not None)
@@ -192,14 +192,10 @@ def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
 def _state(part: Part) -> dict[str, Any]:
     """The places of a part's raw files, and their state."""
     return {
-        "folder": _absolute(part.located.folder),
-        "data_root": _absolute(part.data_root),
+        "folder": absolute(part.located.folder),
+        "data_root": absolute(part.data_root),
         "files": [[info.name, info.size, info.version] for info in part.open().files()],
     }
-
-
-def _absolute(place: str) -> str:
-    return place if is_uri(place) else str(Path(place).resolve())
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +224,7 @@ def _describe_file(out: Path, name: str) -> dict[str, Any]:
         file = replace(file, batches=find_batches(out / name))
     if name == INDEX_NAME:
         with pa.ipc.open_file(out / name) as index:
-            file = replace(file, types={each.name: str(each.type) for each in index.schema})
+            file = replace(file, types={field.name: str(field.type) for field in index.schema})
     return file.to_json()
 
 

@@ -130,14 +130,14 @@ def group(
     as_json: JsonOption = False,
 ) -> None:
     """Only group samples of known lengths, and report."""
-    given = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
-    options = GroupOptions(**{name: value for name, value in given.items() if value is not None})
+    values = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
+    options = GroupOptions(**{name: value for name, value in values.items() if value is not None})
     if out is not None and (is_uri(out) or not out.strip()):
         raise ConfigError(f"--out {out!r}: groups go to a folder; `packer build` writes to URIs")
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
-        _report(str(folder), dp, as_json=as_json, kept=out is not None)
+        _report(str(folder), dp, as_json=as_json, save=out is not None)
 
 
 @app.command()
@@ -294,22 +294,22 @@ def _note_assumed(context: typer.Context, config: BuildConfig) -> None:
     """Say which model, tokenizer and folder the call has left to us."""
     file = context.params.get("config")
     from_file = {} if file is None else read_toml(file, f"--config {file}")
-    given = context.params | from_file
+    options = context.params | from_file
     values = {name: getattr(config, name) for name in ("model", "tokenizer", "out")}
     assumed = [
-        f"--{name} {value}" for name, value in values.items() if value and not given.get(name)
+        f"--{name} {value}" for name, value in values.items() if value and not options.get(name)
     ]
     if assumed:
         messages.print(foreign(f"assumed: {' '.join(assumed)} (give others to change them)"))
 
 
-def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
+def _report(out: str, dp: int, *, as_json: bool, save: bool = True) -> None:
     result = make_report(out, dp=dp)
     if as_json:
         print(json.dumps(result.to_json()))
     else:
         print_report(result, results())
-    if kept:  # after printing: who may only read a bucket has the figures at least
+    if save:  # after printing: who may only read a bucket has the figures at least
         save_html(result, out)
-    if kept and not as_json:
+    if save and not as_json:
         print_line(f"details: {join(out, REPORT_NAME)}")

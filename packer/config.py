@@ -219,7 +219,7 @@ class BuildConfig:
     @property
     def kept_columns(self) -> tuple[str, ...]:
         """The names in `keep_columns`, each once."""
-        names = (name.strip() for given in self.keep_columns for name in given.split(","))
+        names = (name.strip() for text in self.keep_columns for name in text.split(","))
         return tuple(dict.fromkeys(filter(None, names)))
 
     @property

@@ -77,9 +77,9 @@ def verify_build(
             progress.stage("media", len(manifest.shards), unit="files") as stage,
             ThreadPoolExecutor(workers) as pool,
         ):
-            for number, found in check_media(manifest, image_root, pool):
+            for number, media_problems in check_media(manifest, image_root, pool):
                 num_media += number
-                problems += found
+                problems += media_problems
                 stage.advance(1)
                 stage.count(number)
     return Verification(
@@ -104,12 +104,12 @@ def _strangers(root: Folder, manifest: Manifest) -> list[str]:
 def _check_file(folder: Folder, expected: BuildFile) -> list[str]:
     name = expected.name
     try:
-        found = BuildFile.of(folder, name)
+        file = BuildFile.of(folder, name)
     except OSError as error:
         return [f"{name}: {error.strerror or error}"]
-    if found.size != expected.size:
-        return [f"{name}: {found.size:,} bytes, the manifest says {expected.size:,}"]
-    if found.checksum != expected.checksum:
+    if file.size != expected.size:
+        return [f"{name}: {file.size:,} bytes, the manifest says {expected.size:,}"]
+    if file.checksum != expected.checksum:
         return [f"{name}: its checksum is not the manifest's: the content is damaged"]
     return []
 
@@ -130,10 +130,10 @@ def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
         ids = IDS_NAME if manifest.version > 2 else INDEX_NAME
         yield f"{ids}: group {np.argmin(has_ids)} has not as many ids as samples"
     for column, total in (("num_samples", "num_packed"), *((name, name) for name in COUNT_COLUMNS)):
-        found = int(index.column(column).sum())
-        if found != totals[total]:
+        column_sum = int(index.column(column).sum())
+        if column_sum != totals[total]:
             said = f"the manifest says {totals[total]:,}"
-            yield f"{INDEX_NAME}: {column} adds up to {found:,}, {said}"
+            yield f"{INDEX_NAME}: {column} adds up to {column_sum:,}, {said}"
     num_rejected, num_packed = len(read_table(folder / REJECTED_NAME)), totals["num_packed"]
     expected = totals["num_read"] + totals["num_repeated"]
     if num_packed + num_rejected != expected:

@@ -45,19 +45,19 @@ class ProcessedFields(VisionFields):
             return no_pixels, raw.images
         processor = open_processor(rule.description)
         if not raw.images:
-            made, self.blank_tokens = processor.blank
+            arrays, self.blank_tokens = processor.blank
         else:
             expected = None  # of images that are encoded for other ranks
             if len(raw.input_ids):
                 expected = int(np.count_nonzero(raw.input_ids == processor.token_id))
             pictures = [_picture(self._image(number)) for number in range(len(raw.images))]
             try:
-                made = processor.pixels(pictures, expected)
+                arrays = processor.pixels(pictures, expected)
             except (ValueError, RuntimeError, DataError) as error:
                 raise DataError(f"{raw.where}: {error}") from None
         self.processed = {
             name: value.to(config.pixel_dtype) if value.is_floating_point() else value
-            for name, value in made.items()
+            for name, value in arrays.items()
         }
         return no_pixels, ()
 
@@ -110,10 +110,10 @@ def _picture(image: Image.Image | Pixels) -> Image.Image:
 
 def _check(config: LoaderConfig) -> None:
     """ConfigError for options that the processor knows nothing of."""
-    own = "the build's images go through its model's own processor"
+    reason = "the build's images go through its model's own processor"
     if config.images == "resized":
-        raise ConfigError(f"images='resized': {own}; use 'patches' or 'encoded'")
+        raise ConfigError(f"images='resized': {reason}; use 'patches' or 'encoded'")
     if not config.pixel_dtype.is_floating_point:
-        raise ConfigError(f"pixel_dtype=torch.uint8: {own}, which gives no raw pixels")
+        raise ConfigError(f"pixel_dtype=torch.uint8: {reason}, which gives no raw pixels")
     if config.reduced_decode:
-        raise ConfigError(f"reduced_decode: {own}, which must see all of them; leave it out")
+        raise ConfigError(f"reduced_decode: {reason}, which must see all of them; leave it out")

@@ -59,12 +59,12 @@ class VisionFields:
         rule = self._rule
         if not isinstance(rule, NativeSizeRule):
             return None
-        found: list[tuple[int, int, int]] = []
+        grids: list[tuple[int, int, int]] = []
         for plan in self.plans:
             is_video = isinstance(plan, VideoPlan)
-            own = (plan.num_patches, plan.rows, plan.columns)
-            found += [own] if is_video else rule.grids(plan)
-        return found
+            grid = (plan.num_patches, plan.rows, plan.columns)
+            grids += [grid] if is_video else rule.grids(plan)
+        return grids
 
     @property
     def patch_counts(self) -> list[int]:
@@ -94,7 +94,9 @@ class VisionFields:
         pairs = list(enumerate(self.plans[: len(raw.images)]))
         if config.images == "resized":
             images = (self._resized(number, plan) for number, plan in pairs)
-            return _no_pixels(rule, dtype), tuple(_converted(rule, each, dtype) for each in images)
+            return _no_pixels(rule, dtype), tuple(
+                _converted(rule, image, dtype) for image in images
+            )
         rows = [pixels.num_rows(rule, plan) for _, plan in pairs]
         # one tensor for all, because joining one per image would copy every pixel once more
         has_videos = any(isinstance(plan, VideoPlan) for _, plan in pairs)
@@ -107,7 +109,7 @@ class VisionFields:
 
     def _plan_all(self) -> list[ImagePlan]:
         raw, plan_of = self._raw, _planner(self._rule)
-        counts, found = _images_in_samples(raw, self._rule), list[ImagePlan]()
+        counts = _images_in_samples(raw, self._rule)
         sizes, frames, rates = raw.image_sizes.tolist(), raw.image_frames, raw.image_rates
         if not frames.any():
             return [
@@ -119,14 +121,15 @@ class VisionFields:
                 f"{raw.where}: {np.count_nonzero(frames)} videos, but no video rule to decode them "
                 "by; use the model preset of the build"
             )
+        plans: list[ImagePlan] = []
         numbers = zip(frames.tolist(), rates.tolist(), counts, strict=True)
         for (height, width), (num_frames, rate, count) in zip(sizes, numbers, strict=True):
             if num_frames:
                 facts = VideoFacts(width, height, num_frames, rate)
-                found.append(plan_video(self._video, facts))
+                plans.append(plan_video(self._video, facts))
             else:
-                found.append(plan_of(width, height, count))
-        return found
+                plans.append(plan_of(width, height, count))
+        return plans
 
     def _write(self, memory: Pixels, number: int, plan: ImagePlan) -> None:
         rule, exact = self._rule, self._config.exact_resize
@@ -226,8 +229,8 @@ def _images_in_samples(raw: StoredGroup, rule: VisionRule) -> list[int]:
         return [1] * len(raw.image_sizes)
     images = raw.image_samples[raw.image_frames == 0]
     counts = np.bincount(images, minlength=len(raw.sample_ids))
-    found: list[int] = counts[raw.image_samples].tolist()
-    return found
+    per_image: list[int] = counts[raw.image_samples].tolist()
+    return per_image
 
 
 def _converted(rule: VisionRule, raw: Tensor, dtype: torch.dtype) -> Tensor:

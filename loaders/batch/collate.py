@@ -102,8 +102,8 @@ def _loss_weights(raw: StoredGroup, weights: LossWeights) -> Tensor | None:
         return None
     before = np.concatenate([[0], np.cumsum(raw.labels != LABEL_IGNORE)])
     num_labels = np.diff(before[raw.cu_seqlens])
-    each = sample_weights(num_labels, weights) / np.maximum(num_labels, 1)
-    return torch.from_numpy(np.repeat(each, np.diff(raw.cu_seqlens)).astype(np.float32))
+    label_weights = sample_weights(num_labels, weights) / np.maximum(num_labels, 1)
+    return torch.from_numpy(np.repeat(label_weights, np.diff(raw.cu_seqlens)).astype(np.float32))
 
 
 def _count(longest: int) -> NDArray[np.int64]:
@@ -132,8 +132,8 @@ def _audio_fields(
     clips = [_decode_clip(raw, number, rule, broken) for number in range(len(raw.audios))]
     longest = _longest_of_sample(raw)
     frames: list[int] = []
-    for length, most in zip(raw.audio_lengths.tolist(), longest, strict=True):
-        plan = plan_clip(rule, length, most)
+    for length, max_length in zip(raw.audio_lengths.tolist(), longest, strict=True):
+        plan = plan_clip(rule, length, max_length)
         full = plan.num_windows - 1
         frames += [rule.window_frames] * full
         frames.append(plan.num_frames - full * rule.window_frames)
@@ -146,9 +146,9 @@ def _audio_fields(
 
 def _longest_of_sample(raw: StoredGroup) -> list[int]:
     """For each clip, the length of the longest clip of its sample."""
-    most = np.zeros(len(raw.sample_ids), np.int64)
-    np.maximum.at(most, raw.audio_samples, raw.audio_lengths)
-    longest: list[int] = most[raw.audio_samples].tolist()
+    max_lengths = np.zeros(len(raw.sample_ids), np.int64)
+    np.maximum.at(max_lengths, raw.audio_samples, raw.audio_lengths)
+    longest: list[int] = max_lengths[raw.audio_samples].tolist()
     return longest
 
 
@@ -162,7 +162,7 @@ def _audio_values(
     mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
     if form == "features":
         pairs = zip(clips, longest[: len(clips)], strict=True)
-        features = [log_mel_frames(rule, clip, mel_bins, most) for clip, most in pairs]
+        features = [log_mel_frames(rule, clip, mel_bins, max_length) for clip, max_length in pairs]
         return torch.cat([torch.empty((0, mel_bins)), *features])
     if rule.long_clips == "whole":
         raise ConfigError(f"{model.name} takes clips whole; use audio='features', not 'windows'")

@@ -70,8 +70,8 @@ def _wrapper() -> str:
         if (deepspeed := sys.modules.get("deepspeed")) is not None:
             kinds = (*kinds, deepspeed.DeepSpeedEngine)
         # not `isinstance`, for which some objects import or load what they stand for
-        wrappers = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-        _found = next((_name(each) for each in wrappers if not _has_hook(each)), "")
+        wrappers = (item for item in gc.get_objects() if issubclass(type(item), kinds))
+        _found = next((_name(wrapper) for wrapper in wrappers if not _has_hook(wrapper)), "")
     return _found
 
 

@@ -76,8 +76,8 @@ def _features(rule: AudioRule, samples: Tensor, mel_bins: int) -> tuple[Tensor, 
     power = spectrum[:, :-1].abs().square()  # the last frame is centred on the end
     mel = mel_filters(rule.sampling_rate, length, mel_bins).to(samples.device) @ power
     logs = mel.clamp(min=_FLOOR).log10()
-    least = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
-    return (logs.maximum(least) + 4) / 4, (least + 4) / 4
+    floor = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
+    return (logs.maximum(floor) + 4) / 4, (floor + 4) / 4
 
 
 @lru_cache(maxsize=8)

@@ -96,17 +96,18 @@ def write_frames(
     At native resolution frame after frame of the grid, whose ViT patches have several frames of the
     video each; the last one is repeated where they are too few.
     """
-    slots, each = memory[:, None] if memory.ndim < 5 else memory.swapaxes(1, 2), 1
-    if isinstance(rule, NativeSizeRule):
-        each = len(memory) // plan.num_patches
-    count, place = slots.shape[1], 0
+    slots = memory[:, None] if memory.ndim < 5 else memory.swapaxes(1, 2)
+    is_native = isinstance(rule, NativeSizeRule)
+    frame_rows = len(memory) // plan.num_patches if is_native else 1
+    count = slots.shape[1]
+    place = 0
     for pixels in frames:
-        own = slots[place // count * each :][:each, place % count]
-        _write_pictures(own, rule, _Cutter(resample, pixels, exact=exact), plan)
+        target = slots[place // count * frame_rows :][:frame_rows, place % count]
+        _write_pictures(target, rule, _Cutter(resample, pixels, exact=exact), plan)
         place += 1
     for repeated in range(place, plan.num_patches * count):
-        own = slots[repeated // count * each :][:each]
-        own[:, repeated % count] = own[:, repeated % count - 1]
+        target = slots[repeated // count * frame_rows :][:frame_rows]
+        target[:, repeated % count] = target[:, repeated % count - 1]
 
 
 def _write_pictures(memory: Pixels, rule: VisionRule, cutter: "_Cutter", plan: ImagePlan) -> None:
@@ -129,9 +130,9 @@ def _write_picture(memory: Pixels, rule: VisionRule, pixels: Pixels, picture: Pi
 
     across, down = picture.cell or picture.size
     start, count = 0, across // side * (down // side)
-    for top in range(0, height, down):
-        for left in range(0, width, across):
-            cell = pixels[top : top + down, left : left + across]
+    for y in range(0, height, down):
+        for x in range(0, width, across):
+            cell = pixels[y : y + down, x : x + across]
             patchify_planes(cell, memory[start : start + count], rule.block_size)
             start += count
     return start
@@ -196,23 +197,23 @@ class _Cutter:
             image = Image.fromarray(image)
         # the same filter, but Pillow may take the other axis first and round in between: few levels
         scale_x, scale_y = image.width / resized.width, image.height / resized.height
-        left, top = -canvas.left, -canvas.top
-        right, bottom = left + canvas.width, top + canvas.height
-        source = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
+        x0, y0 = -canvas.left, -canvas.top
+        x1, y1 = x0 + canvas.width, y0 + canvas.height
+        source = (x0 * scale_x, y0 * scale_y, x1 * scale_x, y1 * scale_y)
         return np.array(image.resize(canvas[:2], FILTERS[self._filter], box=source))
 
 
 def _placed(pixels: Pixels, step: PlaceOn) -> Pixels:
     """The picture on its canvas; a view if it only loses pixels."""
-    left, top = max(step.left, 0), max(step.top, 0)
-    cut_left, cut_top = max(-step.left, 0), max(-step.top, 0)
-    inside = pixels[cut_top : cut_top + step.height - top, cut_left : cut_left + step.width - left]
+    x, y = max(step.left, 0), max(step.top, 0)
+    cut_x, cut_y = max(-step.left, 0), max(-step.top, 0)
+    inside = pixels[cut_y : cut_y + step.height - y, cut_x : cut_x + step.width - x]
     if inside.shape[:2] == (step.height, step.width):
         return inside
     canvas = np.zeros((step.height, step.width, 3), dtype=np.uint8)
     if any(step.fill):
         canvas[:] = step.fill
-    canvas[top : top + inside.shape[0], left : left + inside.shape[1]] = inside
+    canvas[y : y + inside.shape[0], x : x + inside.shape[1]] = inside
     return canvas
 
 

@@ -174,5 +174,5 @@ def _upright(frame: Any, facts: VideoFacts, number: int) -> Pixels:
     return pixels
 
 
-def _changed(found: str, before: str) -> DataError:
-    return DataError(f"video has {found}, but had {before} when it was counted")
+def _changed(current: str, before: str) -> DataError:
+    return DataError(f"video has {current}, but had {before} when it was counted")

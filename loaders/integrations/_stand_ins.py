@@ -15,23 +15,28 @@ class StandIns:
     """
 
     def __init__(self, eval_dataset: Any) -> None:
-        self._given = eval_dataset
+        self._eval_dataset = eval_dataset
         named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-        others = [each for each in named.values() if not isinstance(each, StepStream | None)]
+        others = [
+            dataset for dataset in named.values() if not isinstance(dataset, StepStream | None)
+        ]
         self.has_other_data = bool(others)
         self.train: Any = _first_of(others[0] if others else None)
         self.evaluation: Any = self._replace(eval_dataset)
 
-    def with_loaders(self, made: Any) -> Any:
+    def with_loaders(self, prepared: Any) -> Any:
         """What the trainer has made of `evaluation`, with the loaders in their places."""
-        if isinstance(self._given, Mapping):
-            own = self._given.items()
-            return {key: each if isinstance(each, StepStream) else made[key] for key, each in own}
-        return self._given if isinstance(self._given, StepStream) else made
+        datasets = self._eval_dataset
+        if not isinstance(datasets, Mapping):
+            return datasets if isinstance(datasets, StepStream) else prepared
+        return {
+            name: dataset if isinstance(dataset, StepStream) else prepared[name]
+            for name, dataset in datasets.items()
+        }
 
     def _replace(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
-            return {name: self._replace(each) for name, each in dataset.items()}
+            return {name: self._replace(part) for name, part in dataset.items()}
         return self.train if isinstance(dataset, StepStream) else dataset
 
 

@@ -96,9 +96,10 @@ class BalancedMixin(_Base):
             )
         self.model_accepts_loss_kwargs = True  # see `_takes_divisor`
         self.loader = self.train_dataset = loader
-        self.eval_dataset = found = shown.with_loaders(self.eval_dataset)
-        for each in found.values() if isinstance(found, dict) else [found]:
-            self._check_evaluation(each)  # now, and not after the steps until the first evaluation
+        self.eval_dataset = datasets = shown.with_loaders(self.eval_dataset)
+        for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
+            # now, and not after the steps until the first evaluation
+            self._check_evaluation(dataset)
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
         self._train_steps: TrainSteps | None = None
         self._num_own_tokens, self._weights_left_out = 0, False
@@ -171,8 +172,8 @@ class BalancedMixin(_Base):
         # Trainer multiplies by the number of ranks itself
         batches = [replace(batch, num_ranks=1) for batch in step.micro_batches]
         inputs = [self._to_inputs(batch) for batch in batches]
-        for each in inputs:  # the trainer gives it to the model, or divides by it
-            each.pop("num_items_in_batch", None)
+        for arguments in inputs:  # the trainer gives it to the model, or divides by it
+            arguments.pop("num_items_in_batch", None)
         return inputs, torch.tensor(first.loss_normalizer)
 
     def _count_tokens(self, batches: list[MicroBatch]) -> None:
@@ -185,8 +186,8 @@ class BalancedMixin(_Base):
             else len(batch.input_ids)
             for batch in batches
         )
-        own = torch.tensor(num_own, device=self.args.device)
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(own).sum())
+        local_count = torch.tensor(num_own, device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(local_count).sum())
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: Trainer would take masks of packed samples for their tokens."""
@@ -224,8 +225,8 @@ class BalancedMixin(_Base):
         metrics = getattr(self, "_metrics", None) if hasattr(self, "_total_train_tokens") else None
         shown = [part for part in (metrics or {}).values() if "num_tokens" in part]
         if shown:
-            own = torch.tensor(self._num_own_tokens, device=self.args.device)
-            total = int(self.accelerator.gather(own).sum())
+            local_count = torch.tensor(self._num_own_tokens, device=self.args.device)
+            total = int(self.accelerator.gather(local_count).sum())
             for part in shown:
                 part["num_tokens"] = [total]
         super().log(logs, *args, **options)
@@ -242,9 +243,9 @@ class BalancedMixin(_Base):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A whole pass of an evaluation loader; of other datasets what Trainer gives."""
-        own: Any = self.eval_dataset
-        chosen = own if eval_dataset is None else eval_dataset
-        chosen = own[chosen] if isinstance(chosen, str) else chosen
+        datasets: Any = self.eval_dataset
+        chosen = datasets if eval_dataset is None else eval_dataset
+        chosen = datasets[chosen] if isinstance(chosen, str) else chosen
         if not isinstance(chosen, StepStream):
             return super().get_eval_dataloader(eval_dataset)
         self._check_evaluation(chosen)
@@ -277,8 +278,8 @@ class BalancedMixin(_Base):
         if not isinstance(dataloader, _EvaluationPass):
             return output
         counts = dataloader.num_labels, dataloader.num_samples
-        own = torch.tensor([counts], device=self.args.device)
-        num_labels, num_samples = self.accelerator.gather(own).sum(dim=0).tolist()
+        local_counts = torch.tensor([counts], device=self.args.device)
+        num_labels, num_samples = self.accelerator.gather(local_counts).sum(dim=0).tolist()
         metrics = dict(output.metrics or {})
         # of every step and rank the sum of its losses, times the number of ranks
         metrics[next(name for name in metrics if name.endswith("_loss"))] *= (
@@ -295,9 +296,9 @@ class BalancedMixin(_Base):
         total, whole = torch.tensor([0.0, 1.0], device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch in inputs:
-                given = self._prepare_inputs(self._to_inputs(batch))
+                arguments = self._prepare_inputs(self._to_inputs(batch))
                 # without return_outputs this is the loss alone
-                loss = self.compute_loss(model, given, num_items_in_batch=whole)
+                loss = self.compute_loss(model, arguments, num_items_in_batch=whole)
                 total += cast(torch.Tensor, loss)
         return total, None, None
 
@@ -366,4 +367,4 @@ def _takes_divisor(model: Any) -> bool:
     if (accepts := getattr(model, "accepts_loss_kwargs", None)) is not None:
         return bool(accepts)
     parameters = inspect.signature(model.forward).parameters.values()
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

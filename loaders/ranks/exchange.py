@@ -56,19 +56,19 @@ class RankExchange(Awaited):
         """Number of ranks."""
         return len(self._ranks)
 
-    def all_gather(self, key: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
+    def all_gather(self, key: str, value: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
         """Every rank's value for `key`, which names it on all ranks, in the ranks' order.
 
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
         with answering():
-            return self._all_gather(f"{self._place}/{key}", own, is_cancelled)
+            return self._all_gather(f"{self._place}/{key}", value, is_cancelled)
 
-    def _all_gather(self, place: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
+    def _all_gather(self, place: str, value: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
         store, keys = self._store, {rank: f"{place}/{rank}" for rank in self._ranks}
         if is_cancelled():  # others may be told the same by what has followed
             raise Cancelled
-        store.set(keys[self._me], zlib.compress(pickle.dumps(own), 1))  # type: ignore[arg-type]
+        store.set(keys[self._me], zlib.compress(pickle.dumps(value), 1))  # type: ignore[arg-type]
         if self._me == self._ranks[0]:
             self._wait([*keys.values()], keys, is_cancelled)
             parts = [store.get(key) for key in keys.values()]

@@ -39,7 +39,7 @@ def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list
         if unknown := [name for name in chosen if name not in names]:
             raise ConfigError(f"dp_dims has {', '.join(unknown)}; the device_mesh has {known}")
         return [name for name in names if name in chosen]
-    found = []
+    dims = []
     for name in names:
         parts = name.split("_")
         if name in _SAME_DATA:
@@ -49,5 +49,5 @@ def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list
                 f"device_mesh has the dimensions {known}, and {name} may be data parallel or not; "
                 "name those that are in dp_dims"
             )
-        found.append(name)
-    return found
+        dims.append(name)
+    return dims

@@ -175,12 +175,14 @@ class Build:
         num_samples, *tokens = self.index.row(
             group, "num_samples", "num_image_tokens", "num_text_tokens", "num_audio_tokens"
         )
-        found = tuple(map(len, (stored.sample_ids, stored.input_ids, stored.labels, stored.images)))
+        lengths = tuple(
+            map(len, (stored.sample_ids, stored.input_ids, stored.labels, stored.images))
+        )
         num_tokens = sum(tokens)
         expected = num_samples, num_tokens, num_tokens, len(stored.image_sizes)
-        if found != expected:
+        if lengths != expected:
             raise DamagedShard(
-                f"{stored.where}: {found} samples, tokens, labels and images, but the index says "
+                f"{stored.where}: {lengths} samples, tokens, labels and images, but the index says "
                 f"{expected}; run `packer verify`"
             )
 

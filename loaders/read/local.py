@@ -91,8 +91,8 @@ class LocalShards:
         path = self._root / file.name
         size = path.stat().st_size if path.is_file() else None
         if size != file.size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise file.wrong_size(str(path), found)
+            problem = "is missing" if size is None else f"has {size} bytes"
+            raise file.wrong_size(str(path), problem)
         try:
             return _MappedFile(path)
         except (OSError, ValueError) as error:

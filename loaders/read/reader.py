@@ -84,13 +84,13 @@ class SampleReader:
 
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
         """Where each sample of a selection is stored, in its order."""
-        found = []
+        samples = []
         for part in selection:
             places: Sequence[int] | None = part.places
             if places is None:
                 places = range(*self._builds[part.build].index.row(part.group, "num_samples"))
-            found += [(part.build, part.group, place) for place in places]
-        return found
+            samples += [(part.build, part.group, place) for place in places]
+        return samples
 
     def release(self, selection: Selection) -> None:
         """Say that what was read is out of use, and need not count as this process's memory."""
@@ -153,9 +153,9 @@ def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
         starts, stops = (
             np.searchsorted(of_sample, chosen, side=side) for side in ("left", "right")
         )
-        kept = _ranges(starts, stops)
-        changed[files] = [getattr(raw, files)[place] for place in kept.tolist()]
-        changed |= {name: getattr(raw, name)[kept] for name in numbers}
+        rows = _ranges(starts, stops)
+        changed[files] = [getattr(raw, files)[place] for place in rows.tolist()]
+        changed |= {name: getattr(raw, name)[rows] for name in numbers}
         changed[owners] = np.repeat(np.arange(len(places), dtype=np.int32), stops - starts)
     return replace(raw, **changed)
 

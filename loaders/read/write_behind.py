@@ -120,8 +120,8 @@ class _Queue:
             if threading.current_thread() is self._thread:  # whose memory was just tidied up
                 self._ended = True
                 return
-            while self.contents and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while self.contents and (remaining_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(remaining_s)
             self._ended = True
             self._changed.notify_all()
         self._thread.join(FLUSH_S)

@@ -29,8 +29,8 @@ from isobatch.packer.count.mixture_sampling import copies_per_sample, numbered_i
 from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import parse_columns
-from isobatch.packer.sources.dataset import DEMO, Dataset, Part, find_dataset
-from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk
+from isobatch.packer.sources.dataset import DEMO, Dataset, Part, demo_dataset, find_dataset
+from isobatch.shards.folders import absolute, cache_folder, naming_full_disk
 
 BATCH_RECORDS = 256
 """Records of a batch of the file: few, because each may have images of some megabytes."""
@@ -81,8 +81,8 @@ class RecordTable:
         """A record by its place among all that were read."""
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         value = self._batches[batch].column("record")[row - int(self._starts[batch])]
-        found: RawRecord = pickle.loads(value.as_buffer())
-        return found
+        record: RawRecord = pickle.loads(value.as_buffer())
+        return record
 
 
 def read_records(
@@ -112,15 +112,15 @@ def _demo(data_root: str | None) -> Dataset:
     with _locked(cache_folder("records") / "demo.lock"):
         if not (folder / "annotations.json").exists():
             write_demo(folder, num_samples=DEMO_SAMPLES)
-    found = find_dataset(str(folder), None)
-    return replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
+    return demo_dataset(folder)
 
 
 def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
     """Write the records of all parts, the whole file or none."""
     temporary = file.with_suffix(".tmp")
     sources = [part.open() for part in dataset.parts]
-    total, num_records = sum(info.size for each in sources for info in each.files()), 0
+    total = sum(info.size for source in sources for info in source.files())
+    num_records = 0
     with (
         progress.stage("read", total, "records") as stage,
         pa.OSFile(str(temporary), "wb") as sink,
@@ -151,7 +151,7 @@ def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBat
         [id_of(row.value, f"{part.name}:{row.position}") for row in rows],
         [pickle.dumps(row, pickle.HIGHEST_PROTOCOL) for row in rows],
     ]
-    arrays = [pa.array(each, field.type) for each, field in zip(columns, _SCHEMA, strict=True)]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.record_batch(arrays, schema=_SCHEMA)
 
 
@@ -160,8 +160,7 @@ def _identity(dataset: Dataset) -> str:
     parts = []
     for part in dataset.parts:
         located = part.located
-        given = located.folder, part.data_root
-        places = [place if is_uri(place) else str(Path(place).resolve()) for place in given]
+        places = [absolute(located.folder), absolute(part.data_root)]
         files = [[info.name, info.size, info.version] for info in part.open().files()]
         how = [part.name, part.limit, located.layout, located.options, located.keep]
         how += [] if located.columns is None else [located.columns]

@@ -44,10 +44,10 @@ def count_dataset(
 def _jobs(
     dataset: Dataset, settings: CountSettings, staging: Staging, on_bytes: OnBytes
 ) -> Iterator[CountJob]:
-    left = settings.limit
+    remaining = settings.limit
     number = 0
     for place, part in enumerate(dataset.parts):
-        limits = [limit for limit in (left, part.limit) if limit is not None]
+        limits = [limit for limit in (remaining, part.limit) if limit is not None]
         for chunk in _chunks(part, settings.chunk_records, limits, on_bytes):
             yield CountJob(
                 settings=settings,
@@ -58,9 +58,9 @@ def _jobs(
                 chunk=None if staging.part(number).exists() else chunk,
             )
             number += 1
-            if left is not None and isinstance(chunk, RecordChunk):
-                left -= len(chunk.positions)
-        if left == 0:
+            if remaining is not None and isinstance(chunk, RecordChunk):
+                remaining -= len(chunk.positions)
+        if remaining == 0:
             return
 
 

@@ -134,7 +134,7 @@ class GroupView:
 
 
 def _plain(view: object, *, without: tuple[str, ...]) -> dict[str, Any]:
-    names = [each.name for each in fields(view)]  # type: ignore[arg-type]
+    names = [attribute.name for attribute in fields(view)]  # type: ignore[arg-type]
     return {name: getattr(view, name) for name in names if name not in without}
 
 
@@ -273,7 +273,7 @@ def _sample_view(
     plans = [_plan_of(stored, image, manifest) for image in image_places]
     image_runs = [(number, run) for number, plan in enumerate(plans) for run in plan.runs]
     token_ids = [manifest.image_token_id, manifest.video_token_id, manifest.audio_token_id]
-    *visual, audio = ([] if each is None else [each] for each in token_ids)
+    *visual, audio = ([] if token_id is None else [token_id] for token_id in token_ids)
     files: dict[PieceKind, tuple[Sequence[int], list[tuple[int, int]]]] = {
         PieceKind.image: ([*chain(*visual)], image_runs)
     }
@@ -350,7 +350,7 @@ def _plan_of(stored: StoredGroup, number: int, manifest: Manifest) -> ImagePlan:
 
 def _change(thumbnail: Thumbnail, width: int, height: int) -> str:
     """How an image that can be decoded differs from what was counted; empty if it does not."""
-    found = thumbnail.full_width, thumbnail.full_height
-    if found == (width, height):
+    size = thumbnail.full_width, thumbnail.full_height
+    if size == (width, height):
         return ""
-    return f"is {found[0]} x {found[1]} now, but was counted as {width} x {height}; build again"
+    return f"is {size[0]} x {size[1]} now, but was counted as {width} x {height}; build again"

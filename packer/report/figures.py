@@ -230,8 +230,8 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
     for name, sampler in BASELINES.items():
         drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
         streams[name] = Groups(packed[drawn.samples], drawn.offsets)
-    each = max(1, round(len(packed) / max(len(groups), 1)))
-    drawn = as_groups(BASELINES["random"](tables.counts.seq_len[packed], dp, each, seed))
+    group_size = max(1, round(len(packed) / max(len(groups), 1)))
+    drawn = as_groups(BASELINES["random"](tables.counts.seq_len[packed], dp, group_size, seed))
     streams[BEFORE] = Groups(packed[drawn.samples], drawn.offsets)
     streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
     streams["ours"] = groups.take(_in_order(tables, dp, 1, seed))
@@ -265,20 +265,20 @@ def _sources(tables: _Tables, *, dp: int, seed: int) -> dict[str, SourceFigures]
     return {
         tables.source_names[source]: SourceFigures(
             samples=float(samples),
-            labels=float(own),
-            gradient={number: float(found[source]) for number, found in gradients.items()},
+            labels=float(label_share),
+            gradient={number: float(by_source[source]) for number, by_source in gradients.items()},
         )
-        for source, (samples, own) in enumerate(of_epoch)
+        for source, (samples, label_share) in enumerate(of_epoch)
         if samples > 0
     }
 
 
 def _repeated_pairs(tables: _Tables, *, dp: int, seed: int) -> dict[int, float]:
-    found = {}
+    pairs = {}
     for number in MICRO_BATCHES:
         first, second = (_in_order(tables, dp, number, seed, epoch) for epoch in (0, 1))
-        found[number] = repeated_pairs(first, second, dp * number)
-    return found
+        pairs[number] = repeated_pairs(first, second, dp * number)
+    return pairs
 
 
 def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
@@ -346,8 +346,8 @@ def _read_tables(out: Path) -> _Tables:
         limits = manifest.limits
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
-        found = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
-        _check_totals(manifest, found | {"num_groups": len(groups)})
+        totals = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
+        _check_totals(manifest, totals | {"num_groups": len(groups)})
     else:
         limits, explained = _read_limits(out)
         unread = {}
@@ -380,10 +380,10 @@ def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) ->
         )
 
 
-def _check_totals(manifest: Manifest, found: dict[str, int]) -> None:
-    said = {name: manifest.values["totals"][name] for name in found}
-    if said != found:
-        differ = f"{MANIFEST_NAME} says {said}, but the tables hold {found}"
+def _check_totals(manifest: Manifest, totals: dict[str, int]) -> None:
+    recorded = {name: manifest.values["totals"][name] for name in totals}
+    if recorded != totals:
+        differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
         raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
 
 

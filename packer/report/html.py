@@ -114,8 +114,8 @@ def _rank_charts(report: Report, load: str, unit: str) -> list[Chart]:
 
 
 def _before(report: Report) -> str:
-    each = max(1, round(report.num_packed / max(report.num_groups, 1)))
-    return f"Before: {counted(each, 'random samples')}"
+    group_size = max(1, round(report.num_packed / max(report.num_groups, 1)))
+    return f"Before: {counted(group_size, 'random samples')}"
 
 
 def _ranks_title(report: Report) -> str:

@@ -33,8 +33,8 @@ def render_loading(
     """The page of these figures (see `write_loading_page`)."""
     reasons: dict[str, Rejection] = {}
     for reason, detail in rejected:
-        found = reasons.get(reason, Rejection(0, detail))
-        reasons[reason] = Rejection(found.number + 1, found.first)
+        rejection = reasons.get(reason, Rejection(0, detail))
+        reasons[reason] = Rejection(rejection.number + 1, rejection.first)
     ordered = sorted(reasons.items(), key=lambda item: -item[1].number)
     lines = dict(zip(SERIES.values(), ratios, strict=True))
     return render(

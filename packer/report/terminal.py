@@ -54,8 +54,8 @@ class FigureTable:
 def print_report(report: Report, console: Console) -> None:
     """Print two tables: what the build does to balance, and to randomness."""
     console.print(samples_text(report), highlight=False)
-    least = f"no grouping needs fewer than {max(report.lower_bounds.values()):,}"
-    console.print(f"{groups_text(report)} ({least})", highlight=False)
+    bound = f"no grouping needs fewer than {max(report.lower_bounds.values()):,}"
+    console.print(f"{groups_text(report)} ({bound})", highlight=False)
     for line in report.limits_explained:
         console.print(f"[dim]{foreign(line)}[/]")
     _print_table(balance_table(report), console)
@@ -133,8 +133,8 @@ def source_table(report: Report) -> FigureTable:
     """What each source weighs."""
     headings = ["samples", "labels", *(f"gradient\nk={number}" for number in MICRO_BATCHES)]
     rows = {
-        name: [share_text(share) for share in (own.samples, own.labels, *own.gradient.values())]
-        for name, own in report.sources.items()
+        name: [share_text(share) for share in (row.samples, row.labels, *row.gradient.values())]
+        for name, row in report.sources.items()
     }
     return FigureTable(headings, rows)
 

@@ -106,8 +106,8 @@ def _values(window: "_Window", path: str) -> Iterator[Parsed]:
     if first == "{":
         lines = _is_one_line(window)
         return _line_records(window) if lines else _array_records(window, in_brackets=False)
-    found = f"begins with {first!r}" if first else "is empty"
-    raise DataError(f"{path}: {found}; a JSON array or JSON lines of records are expected")
+    problem = f"begins with {first!r}" if first else "is empty"
+    raise DataError(f"{path}: {problem}; a JSON array or JSON lines of records are expected")
 
 
 class _Window:
@@ -204,7 +204,7 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
 
 def _is_deep(value: Any, text: str, start: int, end: int) -> bool:
     """`is_deep` of what was decoded; few texts have so many brackets at all."""
-    return sum(text.count(each, start, end) for each in "[{") > MOST_DEPTH and is_deep(value)
+    return sum(text.count(bracket, start, end) for bracket in "[{") > MOST_DEPTH and is_deep(value)
 
 
 def _end_of_brackets(text: str, start: int) -> int:

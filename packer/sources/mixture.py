@@ -50,8 +50,8 @@ class MixturePart:
             raise ConfigError("an empty dataset or data_root; give a name, a path or a URI")
         for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
             if value is not None and not 0 < value <= MOST_OF[key]:
-                most = f"at most {MOST_OF[key]:,}"
-                raise ConfigError(f"{key} is {value}; it must be greater than 0 and {most}")
+                bound = f"at most {MOST_OF[key]:,}"
+                raise ConfigError(f"{key} is {value}; it must be greater than 0 and {bound}")
         parse_sampling(self.sampling)
         named_columns(self.columns.items())
         if self.weight is not None and self.repeat != 1.0:
@@ -133,12 +133,12 @@ def _preset_path(name: str) -> Path:
 
 def _beside(folder: Path, part: MixturePart) -> MixturePart:
     """A part whose places are relative to the mixture's file, if they exist there."""
-    found: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for key in ("dataset", "data_root"):
         place = getattr(part, key)
         if place and not is_uri(place) and exists(folder / place):
-            found[key] = str((folder / place).resolve())
-    return replace(part, **found)
+            paths[key] = str((folder / place).resolve())
+    return replace(part, **paths)
 
 
 def missing_parts(mixture: Mixture, data_root: str | None) -> list[str]:
@@ -253,11 +253,13 @@ def meta_unread(place: str) -> list[tuple[Unread, ...]]:
     `data_augment: false` is what is done here, and so not named.
     """
     path = Path(place)
-    found = []
+    unread = []
     for entry in parse_json(read_text(path), place).values():
         others = {key: entry[key] for key in entry if key not in META_KEYS}
         if others.get("data_augment") is False:
             del others["data_augment"]
         pairs = [(f"{key} of {path.name}", value) for key, value in others.items()]
-        found.append(tuple((key, example_of(value)) for key, value in pairs if not is_empty(value)))
-    return found
+        unread.append(
+            tuple((key, example_of(value)) for key, value in pairs if not is_empty(value))
+        )
+    return unread

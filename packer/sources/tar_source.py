@@ -308,12 +308,13 @@ def _not_torn(samples: Iterable[_Sample], container: str) -> Iterator[_Sample]:
         start = len(sample.key) + (3 if names and names[0].startswith("./") else 1)
         shape = tuple([name[start:].lower() for name in names])
         # samples have the same few shapes, so that little is kept of each
-        first, found = earlier.setdefault(sample.key, (number, shapes.setdefault(shape, shape)))
-        if first != number and shape and set(found).isdisjoint(shape):
+        entry = number, shapes.setdefault(shape, shape)
+        first, first_shape = earlier.setdefault(sample.key, entry)
+        if first != number and shape and set(first_shape).isdisjoint(shape):
             raise DataError(
                 f"{container}: the members of {sample.key} are not next to each other:"
-                f" {', '.join(found)} in sample {first:,}, {', '.join(shape)} in sample {number:,};"
-                " sort the tar by name"
+                f" {', '.join(first_shape)} in sample {first:,}, {', '.join(shape)} in sample"
+                f" {number:,}; sort the tar by name"
             )
         yield sample
 
@@ -343,8 +344,8 @@ def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> 
         frames = _place_frames(record, files, kinds, container)
         for kind in SUFFIXES:
             ordered = [suffix for suffix in _ordered(kinds, kind) if suffix not in frames]
-            found = {suffix: files[suffix] for suffix in ordered}
-            _add_media(record, kind, found, container)
+            members = {suffix: files[suffix] for suffix in ordered}
+            _add_media(record, kind, members, container)
     except _BadMemberError as error:
         return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
     return RawRecord(position, key | record)
@@ -428,8 +429,8 @@ def _kind_inside(suffix: str, member: Member, file: IO[bytes]) -> str:
     if last in DATA_SUFFIXES:
         return ""
     head = replace(member, size=min(member.size, HEAD_BYTES))
-    found = kind_of_content(_read(file, head)[:HEAD_BYTES])
-    return found or ("image" if last in PICTURE_SUFFIXES else "")
+    kind = kind_of_content(_read(file, head)[:HEAD_BYTES])
+    return kind or ("image" if last in PICTURE_SUFFIXES else "")
 
 
 def _name(suffix: str) -> str:
@@ -450,7 +451,7 @@ def _texts(files: dict[str, Member], kinds: Mapping[str, str], file: IO[bytes]) 
             raise _BadMemberError(f"{suffix} is a {type(value).__name__}, not an object")
     texts = [suffix for suffix in files if kinds[suffix] == "text"]
     has_more = bool(record) or any(_ordered(kinds, kind) for kind in SUFFIXES)
-    found: dict[str, str] = {}
+    named_texts: dict[str, str] = {}
     for suffix in sorted(texts, key=lambda suffix: "." in suffix):
         # bad bytes become lone surrogates, and the sample is rejected by name
         text = _read(file, files[suffix]).decode("utf-8", "surrogateescape")
@@ -460,8 +461,8 @@ def _texts(files: dict[str, Member], kinds: Mapping[str, str], file: IO[bytes]) 
         elif len(texts) > 1 and _name(suffix) in RECORD_KEYS:
             key = _name(suffix)
         # of two captions the first is learned, and the other one is reported
-        found[key if found.get(key, text) == text else f".{suffix}"] = text
-    return (record | found) | {
+        named_texts[key if named_texts.get(key, text) == text else f".{suffix}"] = text
+    return (record | named_texts) | {
         f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files if not kinds[suffix]
     }
 
@@ -489,11 +490,11 @@ def _read(file: IO[bytes], member: Member) -> bytes:
 
 def _ordered(kinds: Mapping[str, str], kind: str) -> list[str]:
     """The suffixes of a kind's files: by number if all have one (`0.jpg`, `10.jpg`), else as is."""
-    found = [suffix for suffix in kinds if kinds[suffix] == kind]
-    numbers = [suffix.partition(".")[0] for suffix in found]
+    suffixes = [suffix for suffix in kinds if kinds[suffix] == kind]
+    numbers = [suffix.partition(".")[0] for suffix in suffixes]
     if all(number.isascii() and number.isdecimal() for number in numbers):
-        found.sort(key=lambda suffix: int(suffix.partition(".")[0]))
-    return found
+        suffixes.sort(key=lambda suffix: int(suffix.partition(".")[0]))
+    return suffixes
 
 
 def _place_frames(
@@ -505,13 +506,13 @@ def _place_frames(
     by_name |= {suffix: media for media, suffix in suffixes.items()}
     used: set[str] = set()
 
-    def placed(given: Any) -> Any:
-        if isinstance(given, list):
-            return [placed(each) for each in given]
-        if (found := _find(given, by_name)) is None:
-            return given
-        used.add(suffixes[found])
-        return found
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(entry) for entry in value]
+        if (frame := _find(value, by_name)) is None:
+            return value
+        used.add(suffixes[frame])
+        return frame
 
     for key in ("video", "videos"):
         if isinstance(record.get(key), list):
@@ -524,8 +525,8 @@ def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], cont
     media = {suffix: _media(member, container) for suffix, member in files.items()}
     by_name = {PurePosixPath(one.name).name: one for one in media.values()} | media
     for info in record.get("image_info") or [] if kind == "image" else []:  # MMC4
-        if isinstance(info, dict) and (found := _find(info.get("image_name"), by_name)) is not None:
-            info["image_name"] = found
+        if isinstance(info, dict) and (match := _find(info.get("image_name"), by_name)) is not None:
+            info["image_name"] = match
     key = kind if record.get(kind) else f"{kind}s"
     named = record.get(key)
     names: list[Any] = named if isinstance(named, list) else [named]
@@ -545,11 +546,11 @@ def _media(member: Member, container: str) -> Media:
 
 def _matched(names: list[str], by_name: dict[str, Media], media: list[Media]) -> list[Media | str]:
     """The files that names mean; all in their order if none fits and the numbers are equal."""
-    found = [_find(name, by_name) for name in names]
-    if len(names) == len(media) and not any(found):
+    matches = [_find(name, by_name) for name in names]
+    if len(names) == len(media) and not any(matches):
         return list(media)
     # a name that fits none stays a path under the data root, with its own reason if that is missing
-    return [one or name for one, name in zip(found, names, strict=True)]
+    return [one or name for one, name in zip(matches, names, strict=True)]
 
 
 def _find(name: Any, by_name: dict[str, Media]) -> Media | None:

@@ -142,10 +142,10 @@ def write_shard(task: ShardTask) -> int:
 def _is_there(config: WriteConfig, file: BuildFile) -> bool:
     """Whether a shard is where it belongs, in its full length."""
     try:
-        found = open_folder(config.uri or config.out, follow_links=True).info(file.name)
+        info = open_folder(config.uri or config.out, follow_links=True).info(file.name)
     except FileNotFoundError:
         return False
-    return found.size == file.size
+    return info.size == file.size
 
 
 def _slabs(offsets: IntArray, num_bytes: IntArray) -> Iterator[tuple[int, int]]:

@@ -31,9 +31,9 @@ def audio_arguments(batch: MicroBatch, config: Any) -> Arguments:
         raise ConfigError(f"{config.model_type}: open the loader with audio='features'")
     clips = 0 if batch.audio_lengths is None else len(batch.audio_lengths)
     if (values.shape[1], len(frames), len(values)) != (bins, clips, int(frames.sum())):
-        found = f"{len(values)} frames of {values.shape[1]} mel bins, {clips} clips"
+        contents = f"{len(values)} frames of {values.shape[1]} mel bins, {clips} clips"
         raise ConfigError(
-            f"{found} in {len(frames)} windows of {int(frames.sum())} frames: not made for"
+            f"{contents} in {len(frames)} windows of {int(frames.sum())} frames: not made for"
             f" {config.model_type}, or a planner gave clips to another rank's encoder"
         )
     parts = list(torch.split(values, frames.tolist()))

@@ -21,12 +21,13 @@ def padded_text(batch: MicroBatch, num_rows: int, config: Any, family: ModelFami
     media, become the end of the last row, mostly the shortest: causal, so nothing before sees them.
     """
     borders = torch.cat([batch.cu_seqlens[:num_rows], batch.cu_seqlens[-1:]])
-    own = replace(batch, sample_ids=batch.sample_ids[:num_rows], cu_seqlens=borders)
-    rows = own.padded(_pad_token_id(config))
+    row_batch = replace(batch, sample_ids=batch.sample_ids[:num_rows], cu_seqlens=borders)
+    rows = row_batch.padded(_pad_token_id(config))
     texts = [{name: rows[name][row] for name in rows} for row in range(num_rows)]
-    alone = [_with_text(own, own.sample_ids[:1], text) for text in texts]  # one row each, for masks
+    # one row each, for masks
+    alone = [_with_text(row_batch, row_batch.sample_ids[:1], text) for text in texts]
     masks: Arguments = _joined([family.masks(row, config) for row in alone])
-    positions = family.positions(_with_text(own, own.sample_ids, rows), config)
+    positions = family.positions(_with_text(row_batch, row_batch.sample_ids, rows), config)
     shape = *positions.shape[:-2], *rows["input_ids"].shape
     return rows | masks | {"position_ids": positions.reshape(shape)}
 

@@ -69,4 +69,6 @@ def processed_family(batch: MicroBatch, config: Any) -> ModelFamily:
             " samples apart; call it with MicroBatch.processed, and positions and masks of its own"
         )
     blank = BlankImage(rows=0, tokens=batch.blank_tokens, size=(1, 1))
-    return ModelFamily(blank=lambda _: blank, images=lambda each, _: dict(each.processed or {}))
+    return ModelFamily(
+        blank=lambda _: blank, images=lambda micro_batch, _: dict(micro_batch.processed or {})
+    )

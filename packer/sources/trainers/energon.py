@@ -71,15 +71,15 @@ class FieldMap:
     def record(self, members: Mapping[str, Any]) -> dict[str, Any]:
         """The record of a sample, by the values of its members. ValueError if one is not there."""
         known = SAMPLE_TYPES[self.sample_type]
-        found = {known.get(field, field): _first(members, field, to) for field, to in self.fields}
+        record = {known.get(field, field): _first(members, field, to) for field, to in self.fields}
         if self.sample_type == "MultiChoiceVQASample":
-            return _with_choice(found)
+            return _with_choice(record)
         if self.sample_type == "InterleavedSample":
-            texts = found["texts"]
+            texts = record["texts"]
             if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
                 raise ValueError("`sequence` is not a list of texts")
-            return {**found, "images": [None] * len(texts)}
-        return found
+            return {**record, "images": [None] * len(texts)}
+        return record
 
 
 def _first(members: Mapping[str, Any], field: str, paths: tuple[_Path, ...]) -> Any:
@@ -140,8 +140,8 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     samples_left = sum(name.rpartition("/")[0] in names for name in samples)
     shards_left = [name for name in expanded(parts[split], where) if name in left_out]
     samples_left += sum(counts[name] for name in shards_left if isinstance(counts.get(name), int))
-    left = f"{samples_left:,} sample{'s' * (samples_left != 1)}"
-    unread = [("exclude of split.yaml", left)] if samples_left else []
+    number = f"{samples_left:,} sample{'s' * (samples_left != 1)}"
+    unread = [("exclude of split.yaml", number)] if samples_left else []
     options: tuple[tuple[str, Any], ...] = (
         ("counts", tuple(counts[name] for name in names)),
         *((("exclude", samples),) if samples else ()),
@@ -158,9 +158,10 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
     path = join(folder.uri, f"{META}/{DATASET_NAME}")
     values = _required(folder, (DATASET_NAME,))
     _only(values, DATASET_KEYS, path)
-    given = values.get("sample_type", {"__class__": values.get("__class__", "")})
-    sample_type = str(given.get("__class__", "") if isinstance(given, dict) else given)
-    sample_type = re.sub("Webdataset$", "Sample", sample_type.rpartition(".")[2])
+    class_name = values.get("sample_type", {"__class__": values.get("__class__", "")})
+    if isinstance(class_name, dict):
+        class_name = class_name.get("__class__", "")
+    sample_type = re.sub("Webdataset$", "Sample", str(class_name).rpartition(".")[2])
     by_suffix = f"name its tars ({place}/NAME.tar) to read them by their suffixes"
     if "sample_loader" in values or sample_type == "CrudeSample":
         what = "a sample_loader" if "sample_loader" in values else "a cooker (CrudeWebdataset)"
@@ -241,13 +242,13 @@ def expanded(names: Any, where: str) -> list[str]:
     """Names with their braces expanded; DataError if they are no list of names."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{where}: its files are not a list of names")
-    found: list[str] = []
+    files: list[str] = []
     for name in names:
         try:
-            for each in braceexpand(name):
-                found.append(each)
-                if len(found) > MOST_SHARDS:
+            for file in braceexpand(name):
+                files.append(file)
+                if len(files) > MOST_SHARDS:
                     raise DataError(f"{where}: {name[:80]} stands for more than a million shards")
         except ValueError:
             raise DataError(f"{where}: {name[:80]!r} has a brace without its other one") from None
-    return found
+    return files

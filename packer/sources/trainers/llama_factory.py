@@ -63,7 +63,7 @@ def read_info(path: Path) -> dict[str, Any] | None:
         return None
     where = {*ELSEWHERE, "file_name"}
     is_theirs = isinstance(values, dict) and all(
-        isinstance(each, dict) and not where.isdisjoint(each) for each in values.values()
+        isinstance(entry, dict) and not where.isdisjoint(entry) for entry in values.values()
     )
     return values if is_theirs and values else None
 
@@ -108,14 +108,15 @@ def _sampling(entry: Mapping[str, Any], where: str) -> Sampling | None:
 
 
 def _columns(entry: Mapping[str, Any], where: str) -> Columns:
-    given, tags = entry.get("columns"), entry.get("tags")
-    _known(given or {}, COLUMNS, f"{where}, columns")
+    renames = entry.get("columns")
+    tags = entry.get("tags")
+    _known(renames or {}, COLUMNS, f"{where}, columns")
     _known(tags or {}, TAGS, f"{where}, tags")
     formatting, is_ranking = entry.get("formatting", "alpaca"), bool(entry.get("ranking"))
     if formatting not in ("alpaca", "sharegpt", "openai"):
         known = "alpaca, sharegpt, openai"
         raise ConfigError(f"{where}: formatting is {str(formatting)[:40]!r}; known: {known}")
-    columns = {key: value for key, value in (given or {}).items() if value is not None}
+    columns = {key: value for key, value in (renames or {}).items() if value is not None}
     if "kto_tag" in columns:
         raise ConfigError(
             f"{where}: kto_tag marks answers that are not to be learned; leave it out"
@@ -125,7 +126,7 @@ def _columns(entry: Mapping[str, Any], where: str) -> Columns:
     common = [(ours, columns[key]) for key, ours in COMMON.items() if key in columns]
     if formatting == "alpaca":
         return Columns(
-            names=(*_alpaca(columns, given is None, is_ranking), *common), is_complete=True
+            names=(*_alpaca(columns, renames is None, is_ranking), *common), is_complete=True
         )
     tag_values = dict(TAGS) if tags is None else {k: v for k, v in tags.items() if v is not None}
     return Columns(
