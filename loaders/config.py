@@ -28,16 +28,16 @@ Transparency = Literal["drop", "white"]
 OnError = Literal["raise", "skip"]
 ImageForm = Literal["patches", "resized", "encoded"]
 
-_LEAST = {
+_MINIMUMS = {
     "rank_timeout_s": 1,
     "micro_batches_per_step": 1,
     "seed": 0,
     "regroup_window": 1,
     "prefetch_bytes": 0,
 }
-_OWN = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
-_OWN |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
-_OWN |= {"images", "image_transform"}
+_OF_ONE_RANK = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
+_OF_ONE_RANK |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
+_OF_ONE_RANK |= {"images", "image_transform"}
 """Options that may differ between ranks: their steps are the same."""
 _OF_RANKS = "dp_rank", "dp_world_size", "process_group", "device_mesh", "dp_dims", "check_ranks"
 """Options that say which ranks there are."""
@@ -179,7 +179,7 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, minimum in _LEAST.items():
+        for name, minimum in _MINIMUMS.items():
             if (value := getattr(self, name)) < minimum:
                 raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
         self._check_ranks()
@@ -195,10 +195,12 @@ class LoaderConfig:
             raise ConfigError(
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
             )
-        self._check_transforms()
-        if self.on_error == "skip" and self.images == "encoded":
+        needs_pixels = "image_transform" if self.image_transform is not None else ""
+        if self.on_error == "skip":
+            needs_pixels = needs_pixels or "on_error='skip'"
+        if needs_pixels and self.images == "encoded":
             raise ConfigError(
-                "on_error='skip' needs decoded images, but images='encoded' decodes none; leave out"
+                f"{needs_pixels} needs decoded images, but images='encoded' decodes none; leave out"
                 " one of them"
             )
 
@@ -209,13 +211,6 @@ class LoaderConfig:
                 raise RuntimeError("torch finds no GPU here")
         except RuntimeError as error:
             raise ConfigError(f"device is {self.device!r}: {first_line(error)}") from None
-
-    def _check_transforms(self) -> None:
-        if self.image_transform is not None and self.images == "encoded":
-            raise ConfigError(
-                "image_transform needs decoded images, but images='encoded' decodes none; leave "
-                "out one of them"
-            )
 
     def _check_choice(self) -> None:
         """ConfigError if shuffling and the choice of samples do not fit."""
@@ -285,7 +280,7 @@ class LoaderConfig:
 
     def shared(self) -> dict[str, str]:
         """What all `peers` must have been given, by option."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name not in _OWN}
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in _OF_ONE_RANK}
         values["dp_world_size"] = self.ranks()[1]
         if (mesh := self.device_mesh) is not None:
             values["device_mesh"] = mesh.mesh_dim_names, mesh.mesh.tolist()

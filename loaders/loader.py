@@ -101,27 +101,26 @@ class StreamingLoader(StepStream):
                 opened.callback(build.close)
                 if config.on_error == "skip":
                     build.skip_missing_files()
-            self._begin(builds, datasets)
+            manifest = builds[0].manifest
+            self.model = manifest.model
+            self.vocab_size = manifest.vocab_size
+            self.image_token_id = manifest.image_token_id
+            self.video_token_id = manifest.video_token_id
+            self.audio_token_id = manifest.audio_token_id
+            weights = [weight for _, weight in datasets]
+            chosen = choose_samples(builds, config.sample_choice())
+            source = self._source = _epoch_source(builds, datasets, chosen, config)
+            hashes = ", ".join(build.manifest.hash[:12] for build in builds)
+            self._told = {"the build's manifest": hashes, "weights": repr(weights)}
+            self._steps = Steps(source, config.step_config(), config.planner)
+            num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
+            self._reader = SampleReader(builds)
+            self._meter = Meter(num_left_out, len(builds))
+            self._builder = StepBuilder(self._reader, self.model, config, self._meter)
             opened.pop_all()  # nothing failed
-
-    def _begin(self, builds: Sequence[Build], datasets: Sequence[tuple[Url, float]]) -> None:
-        """The beginning of the first epoch."""
-        config, manifest = self._config, builds[0].manifest
-        self.model, self.vocab_size = manifest.model, manifest.vocab_size
-        self.image_token_id, self.video_token_id = manifest.image_token_id, manifest.video_token_id
-        self.audio_token_id = manifest.audio_token_id
-        weights = [weight for _, weight in datasets]
-        chosen = choose_samples(builds, config.sample_choice())
-        source = self._source = _epoch_source(builds, datasets, chosen, config)
-        hashes = ", ".join(build.manifest.hash[:12] for build in builds)
-        self._told = {"the build's manifest": hashes, "weights": repr(weights)}
-        self._steps = Steps(source, config.step_config(), config.planner)
-        num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
-        self._reader, self._meter = SampleReader(builds), Meter(num_left_out, len(builds))
-        self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
-        self._closed, self._resumes = False, False
+        self._closed = self._resumes = False
 
     def _waiting_line(self) -> str:
         """How long ranks will wait since builds differ, at the first step's weights."""

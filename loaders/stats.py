@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from isobatch.loaders._pair_counter import PairCounter
+from isobatch.balance.metrics import num_pairs
+from isobatch.common.types import IntArray
 from isobatch.loaders.plan.step_plan import StepFigures, StepPlan
 
 _NOT_SUMMED = (
@@ -20,6 +21,11 @@ _STEPS, _GROUPS = 256, 1 << 16
 """Steps whose figures are summed at a time, one by one takes ten times as long; fewer of more than
 so many groups together.
 """
+
+REMEMBERED = 1 << 16
+"""Groups of an epoch that are looked for in the next."""
+_BUILD = 1 << 40
+"""Factor that tells groups of several builds apart."""
 
 _Row = TypeVar("_Row")
 
@@ -184,6 +190,54 @@ class Meter:
             for row, values in enumerate((part.weights, part.weights / divisors)):
                 self._weights[row] += np.bincount(part.builds, values, self._weights.shape[1])
             self._pairs.add(part.epoch, part.builds, part.numbers, sizes)
+
+
+class PairCounter:
+    """Counts how often groups of a step shared one in the epoch before too.
+
+    Remembers which step the first groups of an epoch came in, a megabyte at most, and looks for
+    pairs of them in the next epoch's steps: an estimate of `metrics.repeated_pairs`.
+    """
+
+    def __init__(self) -> None:
+        self._epoch, self._num_steps, self._num_groups = -1, 0, 0
+        # keys and steps of the epoch under way, and of the one before, sorted by key
+        self._parts: list[IntArray] = []
+        self._keys, self._steps = np.empty((2, 0), np.int64)
+        self._chance = self._again = self._by_chance = 0.0
+
+    def add(self, epoch: int, builds: IntArray, numbers: IntArray, sizes: IntArray) -> None:
+        """Count steps of `sizes` groups, which have a number in their build."""
+        if epoch != self._epoch:
+            self._begin(epoch)
+        keys = builds * _BUILD + numbers
+        steps = self._num_steps + np.repeat(np.arange(len(sizes)), sizes)
+        self._num_steps += len(sizes)
+        if self._num_groups < REMEMBERED:
+            self._parts.append(np.stack([keys, steps]))
+            self._num_groups += len(keys)
+        if len(self._keys):
+            places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            is_known = self._keys[places] == keys
+            now, before = steps[is_known], self._steps[places[is_known]]
+            self._again += num_pairs(now * (len(self._steps) + 1) + before)
+            self._by_chance += num_pairs(now) * self._chance
+
+    @property
+    def repeated_pairs(self) -> float | None:
+        """Pairs that met again, relative to chance; None before two groups could have."""
+        return self._again / self._by_chance if self._by_chance else None
+
+    def _begin(self, epoch: int) -> None:
+        """The epoch so far becomes the one before, if it is that."""
+        parts = self._parts if epoch == self._epoch + 1 else []
+        # (2, groups)
+        keys, steps = np.concatenate([np.empty((2, 0), np.int64), *parts], axis=1)
+        order = np.argsort(keys)
+        self._keys, self._steps = keys[order], steps[order]
+        total = len(keys) * (len(keys) - 1) // 2
+        self._chance = num_pairs(steps) / total if total else 0.0
+        self._epoch, self._parts, self._num_steps, self._num_groups = epoch, [], 0, 0
 
 
 def _taken_out(rows: list[_Row]) -> list[_Row]:

@@ -219,9 +219,7 @@ class Builder:
         """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
         config = self.config
         if not self.staging.samples.exists():
-            self._note_missing(dataset)
-            self._note_processor()
-            self._note_date()
+            self._note_surprises(dataset)
             settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
@@ -259,23 +257,16 @@ class Builder:
     def _count_records(self, dataset: Dataset, settings: CountSettings) -> None:
         count_dataset(dataset, settings, self.staging, self.progress)
 
-    def _note_missing(self, dataset: Dataset) -> None:
-        """Say before the work which kept columns the first records do not have."""
-        if not (keep := self.config.kept_columns) or self.config.map:
-            return
-        columns = _columns(dataset)
+    def _note_surprises(self, dataset: Dataset) -> None:
+        """Say before the work what a user may not expect of columns, model and chat template."""
+        keep = () if self.config.map else self.config.kept_columns
+        columns = _columns(dataset) if keep else set[str]()
         for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
             self._note(f"{note} {', '.join(sorted(columns))}")
-
-    def _note_processor(self) -> None:
-        """Say what is not known of a model whose images go through its own processor."""
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
             self._note(f"note: {self.model.description}, {unknown}")
-
-    def _note_date(self) -> None:
-        """Say which day a chat template writes that asks for today's."""
         if day := self.tokenizer.template_date:
             self._note(f"note: the chat template writes a date: {day} (--template-date)")
 

@@ -130,7 +130,10 @@ def _audio_fields(
             )
         return {}
     clips = [_decode_clip(raw, number, rule, broken) for number in range(len(raw.audios))]
-    longest = _longest_of_sample(raw)
+    # of each clip, the length of the longest clip of its sample
+    max_lengths = np.zeros(len(raw.sample_ids), np.int64)
+    np.maximum.at(max_lengths, raw.audio_samples, raw.audio_lengths)
+    longest: list[int] = max_lengths[raw.audio_samples].tolist()
     frames: list[int] = []
     for length, max_length in zip(raw.audio_lengths.tolist(), longest, strict=True):
         plan = plan_clip(rule, length, max_length)
@@ -142,14 +145,6 @@ def _audio_fields(
         "audio_lengths": _int64(raw.audio_lengths),
         "audio_frames": _int64(frames),
     }
-
-
-def _longest_of_sample(raw: StoredGroup) -> list[int]:
-    """For each clip, the length of the longest clip of its sample."""
-    max_lengths = np.zeros(len(raw.sample_ids), np.int64)
-    np.maximum.at(max_lengths, raw.audio_samples, raw.audio_lengths)
-    longest: list[int] = max_lengths[raw.audio_samples].tolist()
-    return longest
 
 
 def _audio_values(

@@ -89,7 +89,10 @@ class BalancedMixin(_Base):
         super().__init__(model=model, args=args, **options)
         check_loader(args, loader)  # Trainer changes them by accelerator_config
         # of the model before it is wrapped
-        plain, config = _without_adapters(self.model), getattr(self.model, "config", None)
+        plain: Any = self.model
+        config = getattr(plain, "config", None)
+        if hasattr(plain, "get_base_model"):  # that PEFT has wrapped
+            plain = plain.get_base_model()
         if not _takes_divisor(plain):
             raise ConfigError(
                 f"{type(plain).__name__} ignores num_items_in_batch; forward must divide by it"
@@ -350,11 +353,6 @@ class _EvaluationPass:
             self.num_labels += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
             self.num_samples += sum(batch.num_samples for batch in step)
             yield step
-
-
-def _without_adapters(model: Any) -> Any:
-    """The model that PEFT has wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _takes_divisor(model: Any) -> bool:

@@ -61,26 +61,26 @@ class RankExchange(Awaited):
 
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
-        with answering():
-            return self._all_gather(f"{self._place}/{key}", value, is_cancelled)
-
-    def _all_gather(self, place: str, value: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
-        store, keys = self._store, {rank: f"{place}/{rank}" for rank in self._ranks}
+        store, place = self._store, f"{self._place}/{key}"
+        keys = {rank: f"{place}/{rank}" for rank in self._ranks}
         if is_cancelled():  # others may be told the same by what has followed
             raise Cancelled
-        store.set(keys[self._me], zlib.compress(pickle.dumps(value), 1))  # type: ignore[arg-type]
-        if self._me == self._ranks[0]:
-            self._wait([*keys.values()], keys, is_cancelled)
-            parts = [store.get(key) for key in keys.values()]
-            store.set(place, pickle.dumps(parts))  # type: ignore[arg-type]
-            # the last one: all have read it, or had no part here; if it is this one, not all have
-            for key in [*keys.values(), *([self._last] if self._last not in ("", place) else [])]:
-                store.delete_key(key)
-            self._last = place
-        else:
-            self._wait([place], keys, is_cancelled)
-            parts = pickle.loads(store.get(place))
-        return [pickle.loads(zlib.decompress(part)) for part in parts]
+        with answering():
+            message = zlib.compress(pickle.dumps(value), 1)
+            store.set(keys[self._me], message)  # type: ignore[arg-type]
+            if self._me == self._ranks[0]:
+                self._wait([*keys.values()], keys, is_cancelled)
+                parts = [store.get(key) for key in keys.values()]
+                store.set(place, pickle.dumps(parts))  # type: ignore[arg-type]
+                # the last one: all have read it, or had no part here; if it is this, not all have
+                obsolete = [self._last] if self._last not in ("", place) else []
+                for obsolete_key in [*keys.values(), *obsolete]:
+                    store.delete_key(obsolete_key)
+                self._last = place
+            else:
+                self._wait([place], keys, is_cancelled)
+                parts = pickle.loads(store.get(place))
+            return [pickle.loads(zlib.decompress(part)) for part in parts]
 
     def _wait(
         self, wanted: list[str], keys: dict[int, str], is_cancelled: Callable[[], bool]

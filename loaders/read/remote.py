@@ -158,7 +158,11 @@ class RemoteShards:
             # shape (len(wanted), 3)
             table = np.array(rows, np.int64)[wanted]
             for request in join_ranges(np.array(groups, np.int64)[wanted], *table.T):
-                self._ask(request)
+                shard = self._manifest.shards[request.shard]
+                future = self._store.start(shard.name, request.start, request.end, shard.size)
+                for group in request.groups:
+                    self._ahead[group] = future, request
+                    self._ahead_bytes += self.index.row(group, "length")[0]
             while self._ahead_bytes > AHEAD_BYTES:
                 self._forget(next(iter(self._ahead)))
 
@@ -176,13 +180,6 @@ class RemoteShards:
         """Cancel what is under way and release the store."""
         self._store.close()
         self.cache.close()
-
-    def _ask(self, request: Request) -> None:
-        shard = self._manifest.shards[request.shard]
-        future = self._store.start(shard.name, request.start, request.end, shard.size)
-        for group in request.groups:
-            self._ahead[group] = future, request
-            self._ahead_bytes += self.index.row(group, "length")[0]
 
     def _forget(self, group: int) -> tuple[Future[Any], Request]:
         self._ahead_bytes -= self.index.row(group, "length")[0]

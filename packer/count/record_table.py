@@ -29,7 +29,14 @@ from isobatch.packer.count.mixture_sampling import copies_per_sample, numbered_i
 from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import parse_columns
-from isobatch.packer.sources.dataset import DEMO, Dataset, Part, demo_dataset, find_dataset
+from isobatch.packer.sources.dataset import (
+    DEMO,
+    Dataset,
+    Part,
+    demo_dataset,
+    find_dataset,
+    no_records,
+)
 from isobatch.shards.folders import absolute, cache_folder, naming_full_disk
 
 BATCH_RECORDS = 256
@@ -98,21 +105,19 @@ def read_records(
     Errors as of `find_dataset`.
     """
     names = parse_columns(columns)
-    is_demo = place == DEMO
-    dataset = _demo(data_root) if is_demo else find_dataset(place, data_root, columns=names)
+    if place == DEMO:
+        folder = Path(data_root) if data_root else cache_folder("demo")
+        with _locked(cache_folder("records") / "demo.lock"):
+            if not (folder / "annotations.json").exists():
+                write_demo(folder, num_samples=DEMO_SAMPLES)
+        dataset = demo_dataset(folder)
+    else:
+        dataset = find_dataset(place, data_root, columns=names)
     parts = (
         replace(part, located=replace(part.located, keep=keep).seeded(seed))
         for part in dataset.parts
     )
     return RecordTable(replace(dataset, parts=tuple(parts)), seed, progress)
-
-
-def _demo(data_root: str | None) -> Dataset:
-    folder = Path(data_root) if data_root else cache_folder("demo")
-    with _locked(cache_folder("records") / "demo.lock"):
-        if not (folder / "annotations.json").exists():
-            write_demo(folder, num_samples=DEMO_SAMPLES)
-    return demo_dataset(folder)
 
 
 def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
@@ -128,21 +133,15 @@ def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
     ):
         for number, (part, source) in enumerate(zip(dataset.parts, sources, strict=True)):
             chunks = source.chunks(BATCH_RECORDS, stage.advance)
-            records = chain.from_iterable(chunk.records() for chunk in chunks)
-            for rows in _batches(islice(records, part.limit)):
+            records = islice(chain.from_iterable(chunk.records() for chunk in chunks), part.limit)
+            while rows := list(islice(records, BATCH_RECORDS)):
                 writer.write_batch(_encoded(rows, number, part))
                 stage.count(len(rows))
                 num_records += len(rows)
     if not num_records:
         temporary.unlink()
-        names = ", ".join(f"{p.located.folder}/{p.located.names[0]}" for p in dataset.parts)
-        raise DataError(f"{names}: holds no records")
+        raise no_records(dataset)
     temporary.replace(file)
-
-
-def _batches(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
-    while rows := list(islice(records, BATCH_RECORDS)):
-        yield rows
 
 
 def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBatch:

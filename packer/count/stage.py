@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from isobatch.common.errors import DataError
 from isobatch.counting.records.record import Chunk
 from isobatch.counting.sample_counter import CountJob, CountSettings, count_chunk
 from isobatch.packer.count._ray_pool import count_on_ray
@@ -16,7 +15,7 @@ from isobatch.packer.count.pool import map_ordered
 from isobatch.packer.count.staging import Staging, count_staged
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.base import OnBytes, RecordChunk, cut
-from isobatch.packer.sources.dataset import Dataset, Part
+from isobatch.packer.sources.dataset import Dataset, Part, no_records
 
 
 def count_dataset(
@@ -30,14 +29,19 @@ def count_dataset(
     num_chunks = 0
     with progress.stage("count", total) as stage:
         jobs = _jobs(dataset, settings, staging, stage.advance)
-        for number, part in _run(jobs, settings, staging):
+        if settings.executor == "ray":
+            finished = count_on_ray(jobs, staging, workers=settings.workers)
+        else:
+            tasks = ((job, str(staging.folder)) for job in jobs)
+            finished = map_ordered(_count_here, tasks, workers=settings.workers)
+        # (chunk, part of the dataset), in order
+        for number, part in finished:
             num_chunks += 1
             num_records = count_staged(staging.part(number))
             records_per_part[part] += num_records
             stage.count(num_records)
     if sum(records_per_part) == 0:
-        names = ", ".join(f"{p.located.folder}/{p.located.names[0]}" for p in dataset.parts)
-        raise DataError(f"{names}: holds no records")
+        raise no_records(dataset)
     staging.merge(num_chunks, records_per_part)
 
 
@@ -73,17 +77,8 @@ def _chunks(part: Part, num_records: int, limits: list[int], on_bytes: OnBytes) 
     return cut(islice(records, min(limits)), num_records)
 
 
-def _run(
-    jobs: Iterator[CountJob], settings: CountSettings, staging: Staging
-) -> Iterator[tuple[int, int]]:
-    """(chunk, part of the dataset) of every job, in order, when its rows are staged."""
-    if settings.executor == "ray":
-        return count_on_ray(jobs, staging, workers=settings.workers)
-    tasks = ((job, str(staging.folder)) for job in jobs)
-    return map_ordered(_count_here, tasks, workers=settings.workers)
-
-
 def _count_here(task: tuple[CountJob, str]) -> tuple[int, int]:
+    """Count and stage one chunk; -> (chunk, part of the dataset)."""
     job, folder = task
     if job.chunk is not None:
         Staging(Path(folder)).save(job.number, count_chunk(job))

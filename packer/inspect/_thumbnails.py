@@ -42,17 +42,13 @@ def make_thumbnail(data: bytes, *, is_video: bool = False) -> Thumbnail | str:
             data = unpack_frames(data)[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return _decode(data)
+            quiet_decoders()
+            with Image.open(io.BytesIO(data)) as image:
+                return _shrunk(ImageOps.exif_transpose(image))
     except (SampleProblem, DataError) as error:
         return first_line(error)
     except Exception as error:  # of any type: decoders raise what they like
         return fault_of(error).detail if data else "the file is empty"
-
-
-def _decode(data: bytes) -> Thumbnail:
-    quiet_decoders()
-    with Image.open(io.BytesIO(data)) as image:
-        return _shrunk(ImageOps.exif_transpose(image))
 
 
 def _shrunk(upright: Image.Image) -> Thumbnail:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from isobatch.common.errors import ConfigError, DamagedShard, first_line
-from isobatch.common.types import COUNT_COLUMNS, IntArray, Limits
+from isobatch.common.types import COUNT_COLUMNS, Limits
 from isobatch.media.frame_archive import pack_frames
 from isobatch.models.audio_tokens import plan_clip
 from isobatch.models.image_tokens import ImagePlan, plan_image
@@ -167,7 +167,8 @@ def inspect_group(
         if sample is not None:
             number = _group_of(folder, sample)
         elif number is None:
-            number = _middle(index.column(f"num_{unit}"))
+            by_load = np.argsort(index.column(f"num_{unit}"), kind="stable")
+            number = int(by_load[len(by_load) // 2])
         counted = _counted(folder, number, index.sample_ids(number))
         counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
         shard, offset, length = index.row(number, "shard", "offset", "length")
@@ -193,11 +194,6 @@ def inspect_group(
         samples=samples,
         tokenizer=source or "",
     )
-
-
-def _middle(loads: IntArray) -> int:
-    """The group whose load is in the middle, one that is as large as most."""
-    return int(np.argsort(loads, kind="stable")[len(loads) // 2])
 
 
 def _group_of(folder: Path, sample_id: str) -> int:
@@ -312,10 +308,8 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     try:
         if manifest.format == "refs":
             # a link was allowed or refused when the build was made
-            root, frames = (
-                open_folder(manifest.data_root or "", follow_links=True),
-                frame_paths(name),
-            )
+            root = open_folder(manifest.data_root or "", follow_links=True)
+            frames = frame_paths(name)
             data = pack_frames(map(root.read, frames)) if frames else root.read(name)
         else:
             data = bytes(stored.images[number])

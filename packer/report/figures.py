@@ -190,12 +190,15 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in (*TITLES, BEFORE)}
     methods = {name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES}
+    pairs = {}
     for number in MICRO_BATCHES:
         # a step of several micro-batches has other groups than as many steps of one
-        stream = groups.take(_in_order(tables, dp, number, seed))
+        order, following = (_in_order(tables, dp, number, seed, epoch) for epoch in (0, 1))
+        stream = groups.take(order)
         methods["ours"].shuffle[number] = _shuffle(
             stream, _loads("ours", stream, tables), tables.sources, dp * number
         )
+        pairs[number] = repeated_pairs(order, following, dp * number)
     packed = counts.take(np.sort(groups.samples))
     num_rejected = sum(tables.rejected.values())
     return Report(
@@ -212,7 +215,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         num_steps=-(-len(groups) // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
         sources=_sources(tables, dp=dp, seed=seed),
-        repeated_pairs=_repeated_pairs(tables, dp=dp, seed=seed),
+        repeated_pairs=pairs,
         limits=limits,
         limits_explained=tables.limits_explained,
         methods=methods,
@@ -226,13 +229,13 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
     """Every method's micro-batches in stream order, as groups of rows of the counts."""
     groups = tables.groups
     packed = np.sort(groups.samples)
-    streams = {}
-    for name, sampler in BASELINES.items():
-        drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
-        streams[name] = Groups(packed[drawn.samples], drawn.offsets)
+    seq_len = tables.counts.seq_len[packed]
     group_size = max(1, round(len(packed) / max(len(groups), 1)))
-    drawn = as_groups(BASELINES["random"](tables.counts.seq_len[packed], dp, group_size, seed))
-    streams[BEFORE] = Groups(packed[drawn.samples], drawn.offsets)
+    samplers = [(name, sampler, BATCH_SIZE) for name, sampler in BASELINES.items()]
+    streams = {}
+    for name, sampler, size in [*samplers, (BEFORE, BASELINES["random"], group_size)]:
+        drawn = as_groups(sampler(seq_len, dp, size, seed))
+        streams[name] = Groups(packed[drawn.samples], drawn.offsets)
     streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
     streams["ours"] = groups.take(_in_order(tables, dp, 1, seed))
     return streams
@@ -258,27 +261,16 @@ def _sources(tables: _Tables, *, dp: int, seed: int) -> dict[str, SourceFigures]
         number: shares(tables.groups.take(_in_order(tables, dp, number, seed)), labels, dp * number)
         for number in MICRO_BATCHES
     }
-    whole = tables.groups, len(tables.groups)
-    of_epoch = zip(
-        *(shares(whole[0], weights, whole[1]) for weights in (ones, labels)), strict=True
-    )
+    of_epoch = (shares(tables.groups, weights, len(tables.groups)) for weights in (ones, labels))
     return {
         tables.source_names[source]: SourceFigures(
             samples=float(samples),
             labels=float(label_share),
             gradient={number: float(by_source[source]) for number, by_source in gradients.items()},
         )
-        for source, (samples, label_share) in enumerate(of_epoch)
+        for source, (samples, label_share) in enumerate(zip(*of_epoch, strict=True))
         if samples > 0
     }
-
-
-def _repeated_pairs(tables: _Tables, *, dp: int, seed: int) -> dict[int, float]:
-    pairs = {}
-    for number in MICRO_BATCHES:
-        first, second = (_in_order(tables, dp, number, seed, epoch) for epoch in (0, 1))
-        pairs[number] = repeated_pairs(first, second, dp * number)
-    return pairs
 
 
 def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:

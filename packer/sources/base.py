@@ -138,6 +138,14 @@ def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
+def has_file(folder: Folder, name: str) -> bool:
+    """Whether a file is there and can be read."""
+    try:
+        return folder.info(name).size >= 0
+    except OSError:
+        return False
+
+
 @contextmanager
 def _named(folder: Folder, name: str) -> Iterator[None]:
     try:

@@ -17,7 +17,7 @@ from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.models.folder.files import quiet_hub
 from isobatch.models.presets import DatasetPreset, load_dataset
-from isobatch.packer.sources.base import Located, Source
+from isobatch.packer.sources.base import Located, Source, has_file
 from isobatch.packer.sources.columns import Columns, named_columns, require_columns
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.hub import parse_hub_id
@@ -67,6 +67,12 @@ class Dataset:
     parts: tuple[Part, ...]
     num_samples: int | None = None
     """Samples of a mixture with weights; None: as many as possible without repeating any."""
+
+
+def no_records(dataset: Dataset) -> DataError:
+    """The error of a dataset whose files are empty."""
+    names = (f"{part.located.folder}/{part.located.names[0]}" for part in dataset.parts)
+    return DataError(f"{', '.join(names)}: holds no records")
 
 
 def find_dataset(
@@ -252,10 +258,7 @@ def usual_model(dataset: str) -> tuple[str, str]:
 
 
 def _is_file(data_root: str, name: str) -> bool:
-    try:
-        return open_folder(data_root, follow_links=True).info(name).size >= 0
-    except OSError:
-        return False
+    return has_file(open_folder(data_root, follow_links=True), name)
 
 
 def _fetch(preset: DatasetPreset, target: Path) -> None:

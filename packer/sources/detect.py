@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -121,12 +121,17 @@ def _locate_uri(place: str) -> Located:
 def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
-    _refuse_build(place, names)
+    if MANIFEST_NAME in names and INDEX_NAME in names:
+        raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
     if is_energon(folder):
         return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
     if DICT_NAME in names or STATE_NAME in names:
-        splits = _listed(folder, DICT_NAME, "splits", str) if DICT_NAME in names else []
-        return _saved(join(place, choose_split(splits, wanted, place)) if splits else place)
+        if DICT_NAME in names:
+            splits = _listed(folder, DICT_NAME, "splits", str)
+            place = join(place, choose_split(splits, wanted, place))
+            folder = open_folder(place, follow_links=True)
+        files = _listed(folder, STATE_NAME, "_data_files", lambda entry: entry["filename"])
+        return Located("arrow", place, tuple(files))
     if METADATA_NAME in names and METADATA_KEY in folder.read(METADATA_NAME, 0, 1 << 16):
         return _locate_with_datasets(place, wanted)
     if annotations := _annotations(folder, names):
@@ -138,11 +143,6 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     layout = _one_layout(tables, place)
     chosen_files = [name for name in tables if layout_of(name) == layout]
     return Located(layout, place, choose_files(chosen_files, wanted, place))
-
-
-def _refuse_build(place: str, names: Collection[str]) -> None:
-    if MANIFEST_NAME in names and INDEX_NAME in names:
-        raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
 
 
 def _one_layout(names: Sequence[str], place: str) -> str:
@@ -180,13 +180,6 @@ def _locate_with_datasets(place: str, wanted: str | None, name: str | None = Non
     chosen = files.splits[choose_split(list(files.splits), wanted, place)]
     names = [PurePosixPath(path).relative_to(Path(place).resolve()).as_posix() for path in chosen]
     return Located(files.builder, place, tuple(names), files.options)
-
-
-def _saved(place: str) -> Located:
-    """A folder by `datasets.save_to_disk`."""
-    folder = open_folder(place, follow_links=True)
-    names = _listed(folder, STATE_NAME, "_data_files", lambda entry: entry["filename"])
-    return Located("arrow", place, tuple(names))
 
 
 def _listed(folder: Folder, name: str, key: str, read: Callable[[Any], str]) -> list[str]:

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain, compress
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from isobatch.common.errors import DataError
 from isobatch.counting.records.record import MOST_DEPTH, TOO_DEEP, Chunk, RawRecord, is_deep
@@ -73,17 +73,14 @@ def read_json_records(
     """
     path = join(folder.uri, name)
     try:
-        with folder.open(name) as raw, _unpacked(raw, name) as file:
+        with folder.open(name) as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             window = _Window(file, _progress_in(raw, on_bytes))
             for position, (value, broken) in enumerate(_values(window, path)):
                 yield RawRecord(position, value, broken)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read: {reason}") from None
-
-
-def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
 
 
 def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
@@ -284,14 +281,10 @@ def _line_records(window: _Window) -> Iterator[Parsed]:
             if _is_deep(value, line, 0, len(line)):
                 value, broken = None, TOO_DEEP
         except (ValueError, RecursionError) as error:
-            if len(line) > MAX_RECORD_CHARS:
-                _skip_line(window)
+            if len(line) > MAX_RECORD_CHARS:  # the rest of it
+                while (end := _line_end(window)) == len(window.text) and not window.at_end:
+                    window.advance(end - window.start)
+                window.advance(end - window.start)
             is_value = isinstance(error, ValueError)
             value, broken = None, str(error).split(": line ", 1)[0] if is_value else TOO_DEEP
         yield value, f"line {number}: {broken}" if broken else ""
-
-
-def _skip_line(window: _Window) -> None:
-    while (end := _line_end(window)) == len(window.text) and not window.at_end:
-        window.advance(end - window.start)
-    window.advance(end - window.start)

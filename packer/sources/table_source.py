@@ -225,21 +225,17 @@ def _chunks(new: NewChunk, blocks: Sequence[Block], num_records: int) -> Iterato
             joined, joined_rows, joined_bytes = [], 0, 0
         if is_large:
             at_once = _rows_at_once(rows, num_bytes, num_records)
-            yield from _cut_block(new, number, row, rows, at_once)
+            if rows > at_once * MAX_REREADS:
+                yield from cut(new((number,), row, 0, rows).records(), at_once)
+            else:
+                for skip in range(0, rows, at_once):
+                    yield new((number,), row, skip, min(at_once, rows - skip))
         else:
             joined.append(number)
             joined_rows, joined_bytes = joined_rows + rows, joined_bytes + num_bytes
         row += rows
     if joined_rows:
         yield new(tuple(joined), row - joined_rows, 0, joined_rows)
-
-
-def _cut_block(new: NewChunk, number: int, row: int, rows: int, at_once: int) -> Iterator[Chunk]:
-    if rows > at_once * MAX_REREADS:
-        yield from cut(new((number,), row, 0, rows).records(), at_once)
-        return
-    for skip in range(0, rows, at_once):
-        yield new((number,), row, skip, min(at_once, rows - skip))
 
 
 def _rows_at_once(rows: int, num_bytes: int, num_records: int) -> int:

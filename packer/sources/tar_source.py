@@ -135,9 +135,20 @@ class TarChunk:
                 )
 
     def _record(self, sample: _Sample, file: IO[bytes], position: int) -> RawRecord:
-        if self.fields is None:
-            return _record(sample, file, self.container, position)
-        return _mapped_record(sample, self.fields, file, self.container, position)
+        """The record of a sample of the open tar."""
+        key = {"__key__": sample.key}
+        try:
+            if sample.broken:
+                raise _BadMemberError(sample.broken)
+            files = _by_suffix(sample)
+            if self.fields is None:
+                record = _record(files, file, self.container)
+            else:
+                record = _mapped_record(files, self.fields, file, self.container)
+        except _BadMemberError as error:
+            problem = f"{self.container}, {sample.key}: {error}"
+            return RawRecord(position, key, problem, "broken_member")
+        return RawRecord(position, key | record)
 
 
 class TarSource(Source):
@@ -175,7 +186,10 @@ class TarSource(Source):
     ) -> Iterator[Chunk]:
         start = first = 0
         with opened(self.folder, whole.name) as file:
-            for number, border in enumerate(_borders(file, whole.container)):
+            samples = _not_torn(_samples(read_members(file)), whole.container)
+            # offset of the first header of each sample
+            borders = (sample.members[0].header for sample in samples if sample.members)
+            for number, border in enumerate(borders):
                 if number - first == num_records:
                     yield replace(whole, start=start, end=border, first=first)
                     on_bytes(border - start)
@@ -319,12 +333,6 @@ def _not_torn(samples: Iterable[_Sample], container: str) -> Iterator[_Sample]:
         yield sample
 
 
-def _borders(file: IO[bytes], container: str) -> Iterator[int]:
-    """Offset of the first header of each sample."""
-    samples = _not_torn(_samples(read_members(file)), container)
-    return (sample.members[0].header for sample in samples if sample.members)
-
-
 # --- a sample's members -> its record ---
 
 
@@ -332,44 +340,33 @@ class _BadMemberError(ValueError):
     """A member that makes its sample unusable."""
 
 
-def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> RawRecord:
+def _record(files: dict[str, Member], file: IO[bytes], container: str) -> dict[str, Any]:
     """The record of a sample; `container` is the name of the tar `file` under the data root."""
-    key = {"__key__": sample.key}
-    try:
-        if sample.broken:
-            raise _BadMemberError(sample.broken)
-        files = _by_suffix(sample)
-        kinds = _kinds(files, file)
-        record = _texts(files, kinds, file)
-        frames = _place_frames(record, files, kinds, container)
-        for kind in SUFFIXES:
-            ordered = [suffix for suffix in _ordered(kinds, kind) if suffix not in frames]
-            members = {suffix: files[suffix] for suffix in ordered}
-            _add_media(record, kind, members, container)
-    except _BadMemberError as error:
-        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
-    return RawRecord(position, key | record)
+    kinds = _kinds(files, file)
+    record = _texts(files, kinds, file)
+    frames = _place_frames(record, files, kinds, container)
+    for kind in SUFFIXES:
+        ordered = [suffix for suffix in _ordered(kinds, kind) if suffix not in frames]
+        _add_media(record, kind, {suffix: files[suffix] for suffix in ordered}, container)
+    return record
 
 
 def _mapped_record(
-    sample: _Sample, fields: FieldMap, file: IO[bytes], container: str, position: int
-) -> RawRecord:
+    files: dict[str, Member], fields: FieldMap, file: IO[bytes], container: str
+) -> dict[str, Any]:
     """The record of a sample by its folder's field map; what that does not name is not read."""
-    key = {"__key__": sample.key}
+    members = fields.members
     try:
-        if sample.broken:
-            raise _BadMemberError(sample.broken)
-        files = _by_suffix(sample)
         values = {
-            suffix: _value(suffix, files[suffix], file, container)
-            for suffix in files
-            if suffix in fields.members
+            suffix: _value(suffix, member, file, container)
+            for suffix, member in files.items()
+            if suffix in members
         }
-        unused = {f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files.keys() - values}
-        record = fields.record(values) | dict(sorted(unused.items()))
+        record = fields.record(values)
     except ValueError as error:
-        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
-    return RawRecord(position, key | record)
+        raise _BadMemberError(str(error)) from None
+    unused = {f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files.keys() - values}
+    return record | dict(sorted(unused.items()))
 
 
 def _value(suffix: str, member: Member, file: IO[bytes], container: str) -> Any:
@@ -386,7 +383,7 @@ def _by_suffix(sample: _Sample) -> dict[str, Member]:
     """The members by what follows their key, in their order."""
     files: dict[str, Member] = {}
     for member in sample.members:
-        suffix = _suffix(sample, member)
+        suffix = member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
         if suffix in files:
             raise _BadMemberError(f"there are two members {suffix}")
         if not member.is_file:
@@ -397,10 +394,6 @@ def _by_suffix(sample: _Sample) -> dict[str, Member]:
             raise _BadMemberError(f"the name of {suffix} is not valid UTF-8") from None
         files[suffix] = member
     return files
-
-
-def _suffix(sample: _Sample, member: Member) -> str:
-    return member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
 
 
 def _kinds(files: Mapping[str, Member], file: IO[bytes]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.counting.records.fields import example_of
-from isobatch.packer.sources.base import Located
+from isobatch.packer.sources.base import Located, has_file
 from isobatch.shards.folders import Folder, join
 
 META = ".nv-meta"
@@ -111,7 +111,7 @@ def _with_choice(record: dict[str, Any]) -> dict[str, Any]:
 def is_energon(folder: Folder) -> bool:
     """Whether a folder has Energon's metadata."""
     names = (*INFO_NAMES, *SPLIT_NAMES, DATASET_NAME)
-    return folder.has_folder(META) and any(_exists(folder, f"{META}/{name}") for name in names)
+    return folder.has_folder(META) and any(has_file(folder, f"{META}/{name}") for name in names)
 
 
 def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str]) -> Located:
@@ -146,7 +146,7 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
         ("counts", tuple(counts[name] for name in names)),
         *((("exclude", samples),) if samples else ()),
     )
-    if _exists(folder, f"{META}/{DATASET_NAME}"):
+    if has_file(folder, f"{META}/{DATASET_NAME}"):
         fields, others = _described(folder, place)
         options += (("fields", fields),)
         unread += [(f"{key} of {DATASET_NAME}", example_of(value)) for key, value in others]
@@ -174,15 +174,12 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
         raise ConfigError(f"{path}: no field_map of texts; {by_suffix}")
     if "part_filter" in values:
         raise ConfigError(f"{path}: part_filter is for a sample_loader only")
-    if missing := [name for name in _needed(sample_type) if name not in fields]:
+    optional = {*fields, "correct_choice_idx"}
+    if missing := [name for name in SAMPLE_TYPES[sample_type] if name not in optional]:
         raise ConfigError(f"{path}: the field_map has no {missing[0]}, which {sample_type} needs")
     paths = {str(field): _paths(text) for field, text in fields.items()}
     others = [(key, values[key]) for key in values if key in _UNREAD and values[key] is not None]
     return FieldMap(sample_type, tuple(paths.items())), others
-
-
-def _needed(sample_type: str) -> list[str]:
-    return [name for name in SAMPLE_TYPES[sample_type] if name != "correct_choice_idx"]
 
 
 def _paths(text: str) -> tuple[_Path, ...]:
@@ -201,16 +198,9 @@ def _paths(text: str) -> tuple[_Path, ...]:
 # --- files ---
 
 
-def _exists(folder: Folder, name: str) -> bool:
-    try:
-        return folder.info(name).size >= 0
-    except OSError:
-        return False
-
-
 def _required(folder: Folder, names: tuple[str, ...]) -> dict[str, Any]:
     """The first of these files that is there."""
-    name = next((name for name in names if _exists(folder, f"{META}/{name}")), None)
+    name = next((name for name in names if has_file(folder, f"{META}/{name}")), None)
     if name is None:
         missing = f"{join(folder.uri, META)}: no {' or '.join(names)}"
         raise DataError(f"{missing}, which `energon prepare` writes")
