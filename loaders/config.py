@@ -161,8 +161,8 @@ class LoaderConfig:
     audio: AudioForm = "waveform"
     """Form of `MicroBatch.audio_values`, which says what each gives."""
     on_error: OnError = "raise"
-    """For an image or a clip that has broken since it was packed, or that cannot be decoded:
-    "raise" a DataError that names the sample, or "skip" what its sample teaches: its labels become
+    """What follows where an image or a clip is broken or cannot be decoded: "raise" a DataError
+    that names the sample, or "skip" what its sample teaches: its labels become
     -100 and its file black or silent, so that all shapes and all ranks stay as planned. Skipped
     samples are in `MicroBatch.skipped` and counted in `LoaderStats.skipped_samples`, with a warning
     each. A store that cannot be reached is an error always, and so are damaged shards.
@@ -173,7 +173,7 @@ class LoaderConfig:
     """Cache, time limit and checksums (`loaders.StorageOptions`)."""
 
     def __new__(cls, **options: Any) -> Self:
-        """As the constructor; ConfigError for an option that is not there."""
+        """A config as the constructor makes it; ConfigError for an option that is not there."""
         check_names(LoaderConfig, options)
         return object.__new__(cls)
 
@@ -214,7 +214,8 @@ class LoaderConfig:
 
     def _check_choice(self) -> None:
         """ConfigError if shuffling and the choice of samples do not fit."""
-        fraction, wrong = self.validation_fraction, ""
+        fraction = self.validation_fraction
+        wrong = ""
         if not 0 < fraction < 1:
             wrong = f"validation_fraction is {fraction}; it must be between 0 and 1"
         elif self.limit is not None and self.limit < 1:

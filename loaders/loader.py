@@ -68,14 +68,15 @@ class StreamingLoader(StepStream):
             if not is_config:
                 problem = f"config is {config!r}"
                 raise ConfigError(f"{problem}; give a LoaderConfig, or options as keywords")
-            whole = replace(config or LoaderConfig(), **options)
+            config = replace(config or LoaderConfig(), **options)
         except ConfigError as error:
             tell_wrong_options(error, options, config if is_config else None)
             raise
-        config, (rank, size) = whole, whole.ranks()
+        rank, size = config.ranks()
         # fixed now: worker processes, which get a copy, are not in torch.distributed's group
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
-        self._url, self._config = url, replace(alone, dp_rank=rank, dp_world_size=size)
+        self._url = url
+        self._config = replace(alone, dp_rank=rank, dp_world_size=size)
         self.num_dropped_samples = 0
         peers = config.peers()
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
@@ -134,7 +135,7 @@ class StreamingLoader(StepStream):
         self.__setstate__(self._pickled())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: they open the build themselves."""
+        """State for worker processes, which open the build themselves."""
         for field in fields(self._config):
             if callable(value := getattr(self._config, field.name)):
                 _require_pickled(field.name, value)

@@ -61,7 +61,7 @@ class LoaderStats:
     label_shares: tuple[float, ...]
     """Share of each of the loader's builds in the weights of all labels so far, on all ranks."""
     gradient_shares: tuple[float, ...]
-    """The same of the losses as they are divided: another share shows that `loss_normalizer="step"`
+    """Shares in the losses as they are divided: another share shows that `loss_normalizer="step"`
     weighs a build's labels more than others'.
     """
     repeated_pairs: float | None
@@ -82,7 +82,8 @@ class Meter:
         self._parts: list[tuple[float, float, int]] = []
         self._steps: list[tuple[StepFigures, int, int, float, float | None]] = []
         # over complete rounds, or the first round until there is one; of ViT and LLM
-        self._num_rounds, self._ratio_sums = 0, np.zeros(2)
+        self._num_rounds = 0
+        self._ratio_sums = np.zeros(2)
         self._first_ratios: NDArray[np.float64] | None = None
         # of each step, shape (2, steps) of some steps each
         self._step_ratios = [np.zeros((2, 0), np.float32)]
@@ -200,7 +201,9 @@ class PairCounter:
     """
 
     def __init__(self) -> None:
-        self._epoch, self._num_steps, self._num_groups = -1, 0, 0
+        self._epoch = -1
+        self._num_steps = 0
+        self._num_groups = 0
         # keys and steps of the epoch under way, and of the one before, sorted by key
         self._parts: list[IntArray] = []
         self._keys, self._steps = np.empty((2, 0), np.int64)
@@ -237,7 +240,10 @@ class PairCounter:
         self._keys, self._steps = keys[order], steps[order]
         total = len(keys) * (len(keys) - 1) // 2
         self._chance = num_pairs(steps) / total if total else 0.0
-        self._epoch, self._parts, self._num_steps, self._num_groups = epoch, [], 0, 0
+        self._epoch = epoch
+        self._parts = []
+        self._num_steps = 0
+        self._num_groups = 0
 
 
 def _taken_out(rows: list[_Row]) -> list[_Row]:

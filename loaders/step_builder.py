@@ -89,7 +89,7 @@ class SelectionReader(Protocol):
         """The samples of a selection, in its order."""
 
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
-        """Where each sample of a selection is stored, in its order."""
+        """Place in the builds of each sample of a selection, in its order."""
 
     def release(self, selection: Selection) -> None:
         """Say that what was read is out of use."""
@@ -108,7 +108,8 @@ def plans_ahead(steps: Steps, reader: SelectionReader) -> Iterator[StepPlan]:
     """
     planned: deque[tuple[StepPlan, int]] = deque()
     held = 0  # bytes of what is planned
-    window, is_remote = 1, reader.is_remote
+    window = 1
+    is_remote = reader.is_remote
     while planned or steps.remaining:
         # two windows at the beginning, so that more is requested than the first step
         for _ in range(2 if window == 1 and is_remote else 1):
@@ -145,7 +146,10 @@ class StepBuilder:
     ) -> None:
         """`are_padded`: whether micro-batches are planned to be padded."""
         self._are_padded = are_padded
-        self._reader, self._model, self._config, self._meter = reader, model, config, meter
+        self._reader = reader
+        self._model = model
+        self._config = config
+        self._meter = meter
         self._device = None if config.device is None else torch.device(config.device)
         is_cuda = self._device is not None and self._device.type == "cuda"
         self._pin = is_cuda and torch.cuda.is_available()
@@ -217,7 +221,8 @@ class StepBuilder:
     def _collate(
         self, raw: StoredGroup, plan: StepPlan, epoch: int, selection: Selection
     ) -> MicroBatch:
-        config, seeds = self._config, None
+        config = self._config
+        seeds = None
         stored = self._reader.stored_samples(selection)
         if config.image_transform is not None or config.batch_transform is not None:
             seeds = SampleSeeds(config.seed, epoch, stored)

@@ -55,7 +55,7 @@ class StepStream:
     _builder: StepBuilder
     _checks: RankChecks | None
     _awaited = Awaited()
-    """Of loaders that wait for other ranks while training runs, one of their own."""
+    """Shared, but for loaders that wait for other ranks while training runs."""
     _told: dict[str, str]
     """What all ranks must have been given, by name."""
     _pid: int
@@ -214,7 +214,7 @@ class StepStream:
             self._reader.close()
 
     def _open_again(self) -> None:
-        """In a fork, which lacks the threads, and where locks that they held are never released."""
+        """Open again in a fork, which lacks the threads and where no lock of theirs is released."""
         raise NotImplementedError
 
     def _check_open(self) -> None:

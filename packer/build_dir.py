@@ -118,7 +118,8 @@ class BuildIdentity:
 
         `counted`: records read, and copies beyond the first of each sample.
         """
-        settings, data_root = self.settings(dataset), absolute(dataset.parts[0].data_root)
+        settings = self.settings(dataset)
+        data_root = absolute(dataset.parts[0].data_root)
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         keys += ["template_date"] * (self.tokenizer.template_date is not None)
@@ -199,7 +200,7 @@ def _state(part: Part) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON would give it back: tuples as lists."""
+    """The values as JSON would give them back: tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain
 

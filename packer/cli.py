@@ -96,7 +96,8 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     """
     builder = _builder(context)
     counts, rejected = builder.count()
-    reasons, read = count_rejected(rejected), len(counts) + len(rejected)
+    reasons = count_rejected(rejected)
+    read = len(counts) + len(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}
         print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))

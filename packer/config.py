@@ -245,7 +245,8 @@ class BuildConfig:
     @property
     def group_options(self) -> GroupOptions:
         """The part that decides the groups."""
-        max_seq_len, memory = self.max_seq_len, None
+        max_seq_len = self.max_seq_len
+        memory = None
         if max_seq_len is None and self.is_demo:
             max_seq_len = DEMO_MAX_SEQ_LEN
         if self.memory_gib is not None:

@@ -82,7 +82,8 @@ def group_counts(
     fits = np.ones(len(counts), dtype=bool)
     fits[too_long] = fits[too_much_vision] = False
     rows = np.flatnonzero(fits)
-    loads, seed = (vision[rows], seq_len[rows]), options.seed
+    loads = (vision[rows], seq_len[rows])
+    seed = options.seed
     if options.grouping == "isf":
         grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
     else:

@@ -155,7 +155,8 @@ def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
         if column_sum != totals[total]:
             said = f"the manifest says {totals[total]:,}"
             yield f"{INDEX_NAME}: {column} adds up to {column_sum:,}, {said}"
-    num_rejected, num_packed = len(read_table(folder / REJECTED_NAME)), totals["num_packed"]
+    num_rejected = len(read_table(folder / REJECTED_NAME))
+    num_packed = totals["num_packed"]
     expected = totals["num_read"] + totals["num_repeated"]
     if num_packed + num_rejected != expected:
         rows = f"{num_rejected} rows and {num_packed} packed"

@@ -30,7 +30,7 @@ class ProcessedFields(VisionFields):
 
     @property
     def patch_counts(self) -> list[int]:
-        """One for each image."""
+        """A patch for each image."""
         return [1] * len(self._raw.image_sizes)
 
     def pixels(self) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
@@ -64,7 +64,7 @@ class ProcessedFields(VisionFields):
     def _decoded(
         self, content: bytes | memoryview, size: tuple[int, int], target: Pixels | None
     ) -> Image.Image | Pixels:
-        """With its one transparent colour, if it has one: not every processor puts that on white.
+        """The image with its one transparent colour: not every processor puts that on white.
 
         A JPEG has none, and goes the short way; so does what a transform takes, which is pixels.
         """
@@ -73,7 +73,7 @@ class ProcessedFields(VisionFields):
         return decode(content, counted=size, on_white=self._on_white, keep_colour=True)
 
     def _plan_all(self) -> list[ImagePlan]:
-        """None: of some processors they take as long as an image."""
+        """No plans: of some processors they take as long as an image."""
         return []
 
 
@@ -82,7 +82,8 @@ class EncodedFields(ProcessedFields):
 
     def pixels(self) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
         """No rows of pixels. DataError for arrays that differ in more than dimension 0."""
-        raw, owners = self._raw, dict[str, list[int]]()
+        raw = self._raw
+        owners = dict[str, list[int]]()
         if raw.sample_ids and not len(raw.input_ids):
             raise DataError("a planner gives images to other ranks, but encode= has arrays of them")
         for place, arrays in enumerate(raw.arrays or ()):

@@ -43,7 +43,10 @@ class VisionFields:
         seeds: SampleSeeds | None,
         broken: BrokenFiles,
     ) -> None:
-        self._raw, self._rule, self._config, self._broken = raw, model.vision, config, broken
+        self._raw = raw
+        self._rule = model.vision
+        self._config = config
+        self._broken = broken
         self._video: VideoRule | None = model.video
         self.plans = self._plan_all()
         self._on_white = config.transparency == "white"
@@ -78,7 +81,7 @@ class VisionFields:
 
     @property
     def video_seconds(self) -> list[float] | None:
-        """As `MicroBatch` has them."""
+        """Seconds per frame of each grid, as `MicroBatch` has them."""
         seconds = [getattr(plan, "seconds_per_grid", 0.0) for plan in self.plans]
         return seconds if any(seconds) else None
 
@@ -101,14 +104,16 @@ class VisionFields:
         # one tensor for all, because joining one per image would copy every pixel once more
         has_videos = any(isinstance(plan, VideoPlan) for _, plan in pairs)
         patches = pixels.empty_patches(rule, sum(rows), videos=has_videos)
-        memory, start = pixels.patch_memory(rule, patches), 0
+        memory = pixels.patch_memory(rule, patches)
+        start = 0
         for (number, plan), count in zip(pairs, rows, strict=True):
             self._write(memory[start : start + count], number, plan)
             start += count
         return _converted(rule, patches, dtype), ()
 
     def _plan_all(self) -> list[ImagePlan]:
-        raw, plan_of = self._raw, _planner(self._rule)
+        raw = self._raw
+        plan_of = _planner(self._rule)
         counts = _images_in_samples(raw, self._rule)
         sizes, frames, rates = raw.image_sizes.tolist(), raw.image_frames, raw.image_rates
         if not frames.any():
@@ -224,7 +229,7 @@ def _planner(rule: VisionRule) -> Callable[[int, int, int], ImagePlan]:
 
 
 def _images_in_samples(raw: StoredGroup, rule: VisionRule) -> list[int]:
-    """For each image, how many its sample has, if that decides what becomes of it; else 1."""
+    """Number of images in each image's sample, if that decides what becomes of it; else 1."""
     if not rule.looks_at_sample:
         return [1] * len(raw.image_sizes)
     images = raw.image_samples[raw.image_frames == 0]

@@ -87,7 +87,8 @@ def collate(
 
 def _tokens(raw: StoredGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Input ids, labels and each token's position in its sample, int64."""
-    counted, borders = _count(len(raw.input_ids)), raw.cu_seqlens.tolist()
+    counted = _count(len(raw.input_ids))
+    borders = raw.cu_seqlens.tolist()
     positions = [counted[: end - start] for start, end in pairwise(borders)] or [counted[:0]]
     return (
         torch.from_numpy(raw.input_ids.astype(np.int64)),

@@ -192,11 +192,11 @@ class MicroBatch:
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "MicroBatch":
-        """The same in page-locked memory, for `to(..., non_blocking=True)`; needs a GPU."""
+        """The micro-batch in page-locked memory, for `to(..., non_blocking=True)`; needs a GPU."""
         return self._with_tensors(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other processes, which cannot have views of this one's memory."""
+        """A copy for other processes, which cannot have views of this one's memory."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         images = (image if isinstance(image, Tensor) else bytes(image) for image in self.images)
         return _of_values, (values | {"images": tuple(images)},)

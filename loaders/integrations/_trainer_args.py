@@ -11,7 +11,7 @@ from isobatch.loaders.online.own.streams import is_stream
 from isobatch.loaders.step_stream import StepStream
 
 _DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024
-"""Of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
+"""Defaults of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
 
 _ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (

@@ -105,7 +105,8 @@ class BalancedMixin(_Base):
             self._check_evaluation(dataset)
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
         self._train_steps: TrainSteps | None = None
-        self._num_own_tokens, self._weights_left_out = 0, False
+        self._num_own_tokens = 0
+        self._weights_left_out = False
 
     def get_train_dataloader(self, *_: Any) -> Any:
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
@@ -193,7 +194,7 @@ class BalancedMixin(_Base):
         self.state.num_input_tokens_seen += int(self.accelerator.gather(local_count).sum())
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: Trainer would take masks of packed samples for their tokens."""
+        """Do nothing: Trainer would take masks of packed samples for their tokens."""
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """As Trainer's; -> its part of the step's mean loss per label, which is what is logged."""

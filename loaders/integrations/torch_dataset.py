@@ -65,7 +65,7 @@ class StepDataset(IterableDataset[Step]):
         return self._steps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker process, which does not know what this one does with its steps."""
+        """State for a worker process, which does not know what this one does with its steps."""
         check_not_dispatched(self)
         if not self.loader.is_evaluation:
             check_accumulation()

@@ -76,7 +76,9 @@ class RankChecks:
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self._ranks, self._timeout_s = sorted(ranks), timeout_s
-        self._place, self._loader, self._round = place_of("ranks", ranks), 0, 0
+        self._place = place_of("ranks", ranks)
+        self._loader = 0
+        self._round = 0
         self._refused = False
 
     def compare(self, fields: Mapping[str, str]) -> None:
@@ -135,7 +137,8 @@ class _Wait:
 
     def __init__(self, store: Store, place: str, keys: Mapping[int, str], timeout_s: float) -> None:
         self._store, self._place, self._keys, self._timeout_s = store, place, keys, timeout_s
-        self._began, self._refused_at = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._refused_at = 0.0
         self._warned = False
 
     def until(self, keys: list[str]) -> bool:

@@ -40,9 +40,11 @@ class RankExchange(Awaited):
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         """`ranks` of torch.distributed, one of them this process. All make one, in one order."""
-        self._ranks, self._timeout_s = sorted(ranks), timeout_s
+        self._ranks = sorted(ranks)
+        self._timeout_s = timeout_s
         self._me = dist.get_rank()
-        self._store, place = open_store(), place_of("exchange", ranks)
+        self._store = open_store()
+        place = place_of("exchange", ranks)
         self._place = f"{place}/{self._store.add(f'{place}/loaders/{self._me}', 1)}"
         self._last = ""
 
@@ -61,7 +63,8 @@ class RankExchange(Awaited):
 
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
-        store, place = self._store, f"{self._place}/{key}"
+        store = self._store
+        place = f"{self._place}/{key}"
         keys = {rank: f"{place}/{rank}" for rank in self._ranks}
         if is_cancelled():  # others may be told the same by what has followed
             raise Cancelled

@@ -14,7 +14,9 @@ _SAME_DATA = {"tp", "cp", "sp", "pp"}
 def mesh_ranks(mesh: DeviceMesh, dp_dims: Sequence[str] | None) -> tuple[int, int]:
     """(dp_rank, dp_world_size) of this process: its place in the data-parallel dimensions."""
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    place, rank, size = mesh.get_coordinate(), 0, 1
+    place = mesh.get_coordinate()
+    rank = 0
+    size = 1
     if place is None:
         raise ConfigError(f"device_mesh {mesh} is without rank {dist.get_rank()}; give its own")
     for name in data_dims(names, dp_dims):

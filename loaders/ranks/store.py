@@ -23,7 +23,7 @@ class Awaited:
 
     @contextmanager
     def being(self, *, awaited: bool) -> Iterator[None]:
-        """For a while."""
+        """Set it for a while."""
         before, self.is_awaited = self.is_awaited, awaited
         try:
             yield

@@ -164,7 +164,8 @@ class Build:
             return decode_tar(content, where)
         if self._schema is None:
             # shards of version 2 that are older than audio have no columns for it
-            is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
+            is_refs = self.manifest.format == "refs"
+            has_all = self.manifest.version > 2
             videos, extras = self.manifest.has_videos, self.manifest.extras
             known = shard_schema(refs=is_refs, videos=videos, extras=extras)
             self._schema = known if has_all else self.shards.schema()
@@ -225,7 +226,8 @@ def open_build(
     `image_root` replaces the folder or URI that a refs build takes its images from. DataError if
     there is no readable build, ConfigError if an option is wrong or the extra `cloud` is missing.
     """
-    options, place = options or StorageOptions(), _place(url)
+    options = options or StorageOptions()
+    place = _place(url)
     if not is_remote(place):
         manifest = read_manifest(place)
         local = LocalShards(manifest, verify=options.verify != "never")

@@ -31,7 +31,7 @@ BLOCK_BYTES = 4096
 KEPT = 0.9
 """Fill after making room, which lists all files: seconds for a million."""
 LOCK_WAIT_S = 2.0
-"""For a process that was stopped while it held the lock; until then nothing is stored."""
+"""Wait for a process that was stopped while it held the lock; then nothing is stored."""
 _TEMPORARY = ".tmp-"
 _LEDGER = "size"
 _LEDGER_BYTES = 8
@@ -45,7 +45,9 @@ class Cache:
 
     def __init__(self, root: Path, build: str, limit_bytes: int, *, pinned: str = "") -> None:
         """Files of this build whose name begins with `pinned` do not leave, if that is given."""
-        self._root, self._folder, self._limit = root, root / build, limit_bytes
+        self._root = root
+        self._folder = root / build
+        self._limit = limit_bytes
         self._room = Quota(root, limit_bytes, self._folder / pinned if pinned else None)
         self.is_storing = limit_bytes > 0
         """Whether it stores anything, as far as is known now."""
@@ -175,9 +177,9 @@ class Reservation:
 class _File:
     path: str
     bytes: int
-    """On disk."""
+    """Bytes on disk."""
     used_ns: int
-    """When it was last used."""
+    """Time of its last use."""
     is_temporary: bool
 
 
@@ -186,7 +188,9 @@ class Quota:
 
     def __init__(self, root: Path, limit_bytes: int, pinned: Path | None) -> None:
         """Files whose path begins with `pinned` do not leave."""
-        self._root, self._limit, self._pinned = root, limit_bytes, str(pinned)
+        self._root = root
+        self._limit = limit_bytes
+        self._pinned = str(pinned)
 
     def open(self) -> None:
         """Make the folder, remove what killed processes left, and count what is there."""

@@ -83,7 +83,7 @@ class SampleReader:
         return raw if tuple(raw.extras) == self._extras else with_extras(raw, self._extras)
 
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
-        """Where each sample of a selection is stored, in its order."""
+        """Place in the builds of each sample of a selection, in its order."""
         samples = []
         for part in selection:
             places: Sequence[int] | None = part.places
@@ -186,13 +186,13 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
 
 
 def with_extras(raw: StoredGroup, names: Iterable[str]) -> StoredGroup:
-    """With these extras: None in those that its build does not have."""
+    """The samples with these extras: None in those that their build does not have."""
     nothing = [None] * len(raw.sample_ids)
     return replace(raw, extras={name: raw.extras.get(name, nothing) for name in names})
 
 
 def without_media(raw: StoredGroup, encoders: Collection[str]) -> StoredGroup:
-    """Without the files of `encoders`, which are encoded elsewhere; their numbers stay."""
+    """The samples without files of `encoders`, which are encoded elsewhere; their numbers stay."""
     return replace(raw, **{MEDIA[name][0]: () for name in encoders})  # type: ignore[arg-type]
 
 

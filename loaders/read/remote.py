@@ -42,7 +42,7 @@ AHEAD_BYTES = 1 << 30
 PIECE_BYTES, PIECES_AT_ONCE = 8 << 20, 8
 """Requests for tables, and for the whole index of version 2."""
 FILE_TRIES = 3
-"""Of a whole file that comes damaged."""
+"""Times that a whole file is fetched if it comes damaged."""
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -98,7 +98,8 @@ class RemoteShards:
     def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
         self._store, self._manifest = store, manifest
         files = _RemoteFiles(store, manifest, cache)
-        self.open_file, self.index = files.open_file, open_index(manifest, files)
+        self.open_file = files.open_file
+        self.index = open_index(manifest, files)
         self.cache = WriteBehind(cache)
         self.cache_hits = 0
         self._ahead: OrderedDict[int, tuple[Future[Any], Request]] = OrderedDict()
@@ -167,7 +168,7 @@ class RemoteShards:
                 self._forget(next(iter(self._ahead)))
 
     def release(self, group: int) -> None:
-        """Nothing: its memory is freed with the last view of it."""
+        """Do nothing: a group's memory is freed with the last view of it."""
 
     def cancel(self) -> None:
         """Cancel what is under way and forget what was asked for ahead."""
@@ -235,7 +236,8 @@ class _RemoteFiles:
 
     def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
         """The message of a record batch. DamagedShard if its checksum is not the manifest's."""
-        batch, name = file.batches[number], f"{file.name}-{number:05d}"
+        batch = file.batches[number]
+        name = f"{file.name}-{number:05d}"
         check = partial(wrong_bytes, batch.checksum, "the manifest says")
         cached = self._map(name, batch.length, check)
         if cached is not None:

@@ -155,7 +155,7 @@ def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBat
 
 
 def _identity(dataset: Dataset) -> str:
-    """Of the files, what is read of them and how; also of this version, whose rows they are."""
+    """A hash of the files, of what is read of them and how, and of this version."""
     parts = []
     for part in dataset.parts:
         located = part.located

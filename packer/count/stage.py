@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from isobatch.counting.records.record import Chunk
 from isobatch.counting.sample_counter import CountJob, CountSettings, count_chunk
 from isobatch.packer.count._ray_pool import count_on_ray
 from isobatch.packer.count.pool import map_ordered
 from isobatch.packer.count.staging import Staging, count_staged
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.base import OnBytes, RecordChunk, cut
-from isobatch.packer.sources.dataset import Dataset, Part, no_records
+from isobatch.packer.sources.dataset import Dataset, no_records
 
 
 def count_dataset(
@@ -52,7 +51,11 @@ def _jobs(
     number = 0
     for place, part in enumerate(dataset.parts):
         limits = [limit for limit in (remaining, part.limit) if limit is not None]
-        for chunk in _chunks(part, settings.chunk_records, limits, on_bytes):
+        chunks = part.open().chunks(settings.chunk_records, on_bytes)
+        if limits:  # read here, for only reading counts records
+            records = chain.from_iterable(chunk.records() for chunk in chunks)
+            chunks = cut(islice(records, min(limits)), settings.chunk_records)
+        for chunk in chunks:
             yield CountJob(
                 settings=settings,
                 number=number,
@@ -66,15 +69,6 @@ def _jobs(
                 remaining -= len(chunk.positions)
         if remaining == 0:
             return
-
-
-def _chunks(part: Part, num_records: int, limits: list[int], on_bytes: OnBytes) -> Iterator[Chunk]:
-    """The chunks of a part; with a limit they are read here, for only reading counts records."""
-    chunks = part.open().chunks(num_records, on_bytes)
-    if not limits:
-        return chunks
-    records = chain.from_iterable(chunk.records() for chunk in chunks)
-    return cut(islice(records, min(limits)), num_records)
 
 
 def _count_here(task: tuple[CountJob, str]) -> tuple[int, int]:

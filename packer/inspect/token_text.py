@@ -41,7 +41,7 @@ class Piece:
     kind: PieceKind
     input_ids: tuple[int, ...]
     text: str | None = None
-    """None for files, and without a tokenizer."""
+    """Text of the tokens; None for files, and without a tokenizer."""
     file: int | None = None
     """Number of the file within the sample, from 0; images and videos have one numbering."""
 

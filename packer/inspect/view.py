@@ -6,6 +6,7 @@ may be of any size (at a URI, index and tables are fetched). Terminal, page and 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +53,7 @@ class ImageView:
     num_tokens: int
     """LLM tokens."""
     num_bytes: int | None
-    """None if the file cannot be read."""
+    """Size of the file; None if it cannot be read."""
     problem: str
     """Why it cannot be read or decoded, or how it differs from what was counted; else empty."""
     thumbnail: Thumbnail | None = field(repr=False)
@@ -239,7 +240,7 @@ class _UnreadMedia:
     """The files of a refs build stay unread: the names are enough here."""
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
-        """Nothing of each file."""
+        """Empty contents."""
         return [b""] * len(names)
 
 
@@ -265,8 +266,8 @@ def _sample_view(
     stored: StoredGroup, place: int, about: Row, manifest: Manifest, decoder: Tokenizer | None
 ) -> SampleView:
     image_places = np.flatnonzero(stored.image_samples == place).tolist()
-    images = tuple(_image_view(stored, image, manifest) for image in image_places)
     plans = [_plan_of(stored, image, manifest) for image in image_places]
+    images = tuple(map(partial(_image_view, stored, manifest), image_places, plans))
     image_runs = [(number, run) for number, plan in enumerate(plans) for run in plan.runs]
     token_ids = [manifest.image_token_id, manifest.video_token_id, manifest.audio_token_id]
     *visual, audio = ([] if token_id is None else [token_id] for token_id in token_ids)
@@ -299,7 +300,7 @@ def _sample_view(
     )
 
 
-def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageView:
+def _image_view(stored: StoredGroup, manifest: Manifest, number: int, plan: ImagePlan) -> ImageView:
     height, width = stored.image_sizes[number].tolist()
     num_frames, rate = int(stored.image_frames[number]), float(stored.image_rates[number])
     name = stored.image_names[number] if stored.image_names else ""
@@ -317,7 +318,6 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     except OSError as error:
         reason = error.strerror or error
         thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
-    plan = _plan_of(stored, number, manifest)
     return ImageView(
         name=name,
         width=width,

@@ -112,9 +112,9 @@ class SourceFigures:
 
     samples: float
     labels: float
-    """Its share of the gradient with `loss_normalizer="epoch"`."""
+    """Share of the gradient with `loss_normalizer="epoch"`."""
     gradient: dict[int, float]
-    """With "step", by micro-batches per step."""
+    """Share of the gradient with "step", by micro-batches per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,8 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
 
 def _in_order(tables: _Tables, dp: int, micro_batches: int, seed: int, epoch: int = 0) -> IntArray:
     """The groups of an epoch, micro-batch after micro-batch, in each rank by rank."""
-    groups, vision = tables.groups, tables.limits.vision_load(tables.counts)
+    groups = tables.groups
+    vision = tables.limits.vision_load(tables.counts)
     loads = groups.sum(vision), groups.sum(tables.counts.seq_len)
     steps = epoch_steps(loads, (dp, micro_batches), seed=seed, epoch=epoch)
     taken = steps.transpose(0, 2, 1).ravel()
@@ -252,7 +253,8 @@ def _in_order(tables: _Tables, dp: int, micro_batches: int, seed: int, epoch: in
 
 def _sources(tables: _Tables, *, dp: int, seed: int) -> dict[str, SourceFigures]:
     """Shares of the sources that have packed samples, by name."""
-    labels, ones = tables.counts.num_loss_tokens, np.ones_like(tables.sources)
+    labels = tables.counts.num_loss_tokens
+    ones = np.ones_like(tables.sources)
 
     def shares(stream: Groups, weights: IntArray, step_groups: int) -> FloatArray:
         return gradient_shares(stream, tables.sources, weights, max(1, step_groups))
@@ -308,7 +310,8 @@ def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) 
 
 
 def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
-    notes, idle = [], "only step has idle ranks"
+    notes = []
+    idle = "only step has idle ranks"
     if num_packed < dp * BATCH_SIZE:
         few = f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}"
         notes.append(f"{few}: the baselines' {idle}")

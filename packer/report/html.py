@@ -35,7 +35,7 @@ class Chart:
     """A chart of the page with its heading."""
 
     series: str
-    """Its colour: samples, random or ours."""
+    """Name of its colour: samples, random or ours."""
     title: str
     note: str
     svg: Markup

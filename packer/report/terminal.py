@@ -218,7 +218,8 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
         yield "", f"all of them: {join(summary.out, REJECTED_NAME)}"
     if line := never_read_line(summary.never_read):
         yield "note", visible_line(line)
-    shards, place = manifest["shards"], join(summary.out, "shards")
+    shards = manifest["shards"]
+    place = join(summary.out, "shards")
     size = size_text(sum(shard["size"] for shard in shards))
     yield "shards", f"{len(shards):,} in {place} ({manifest['format']}), {size}"
     yield "report", join(summary.out, REPORT_NAME)
@@ -228,7 +229,8 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
 
 def _tokenizer_notes(summary: BuildSummary) -> Iterator[str]:
     if conflicts := summary.id_conflicts:
-        number, word = counted(len(conflicts), "tokens"), "ids" if len(conflicts) > 1 else "an id"
+        number = counted(len(conflicts), "tokens")
+        word = "ids" if len(conflicts) > 1 else "an id"
         ids = ", ".join(f"{token} {said} ({used})" for token, (said, used) in conflicts.items())
         says = (
             f"the tokenizer's config gives {number} {word} that its tokenizer.json does not: {ids}"

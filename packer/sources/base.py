@@ -54,7 +54,7 @@ class Located:
         return values | ({} if self.columns is None else {"columns": repr(self.columns)})
 
     def seeded(self, seed: int) -> "Located":
-        """The same files, of which records that are drawn are drawn by this seed."""
+        """The same files; records that are drawn are drawn by this seed."""
         options = (
             (key, value.seeded(seed) if key == "sampling" else value) for key, value in self.options
         )

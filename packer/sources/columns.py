@@ -30,14 +30,14 @@ class Columns:
     """How a dataset names what the schemas read."""
 
     names: tuple[tuple[str, str], ...]
-    """Our name and theirs of each column."""
+    """Our name and the dataset's of each column."""
     is_complete: bool = False
     """Whether other keys with text are not to be read: they get a dot too."""
     role_key: str = ""
     """Key of a turn's role; empty if turns have ours."""
     text_key: str = ""
     roles: tuple[tuple[str, str], ...] = ()
-    """Their role and ours."""
+    """The dataset's name and ours of each role."""
     chosen: str = ""
     """Column of the last turn: the better one of two answers."""
 
@@ -50,7 +50,7 @@ class Columns:
 
     @property
     def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Their name and ours of each column."""
+        """The dataset's name and ours of each column."""
         return tuple((theirs, ours) for ours, theirs in self.names)
 
     def ours(self, column: str) -> str:
@@ -161,11 +161,11 @@ class RenamedSource(Source):
         super().__init__(source.located, source.name, source.data_root)
 
     def files(self) -> list[FileInfo]:
-        """Those of the source."""
+        """Files of the source."""
         return self._source.files()
 
     def describe(self) -> list[dict[str, Any]]:
-        """As the source does."""
+        """Descriptions by the source."""
         return self._source.describe()
 
     def columns(self) -> set[str]:
@@ -174,7 +174,7 @@ class RenamedSource(Source):
         return names | {self._columns.ours(column) for column in names}
 
     def unread_columns(self) -> dict[str, str]:
-        """As the source says."""
+        """Unread columns of the source."""
         return self._source.unread_columns()
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:

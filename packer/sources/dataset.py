@@ -209,7 +209,7 @@ def _under(data_root: str, place: str) -> str:
 def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:
     _require(preset.name, data_root, _missing_of_preset(preset, data_root, fetch=fetch))
     data_root = data_root or "."
-    if not _is_file(data_root, preset.annotations):
+    if not has_file(open_folder(data_root, follow_links=True), preset.annotations):
         _fetch(preset, Path(data_root) / preset.annotations)
     located = Located("annotations", data_root, (preset.annotations,))
     part = Part(name=preset.name, located=located, data_root=data_root)
@@ -224,7 +224,8 @@ def _missing_of_preset(preset: DatasetPreset, data_root: str | None, *, fetch: b
         if not root.has_folder(folder)
     ]
     can_fetch = fetch and not is_uri(data_root or ".")
-    if not can_fetch and not _is_file(data_root or ".", preset.annotations):
+    annotated = open_folder(data_root or ".", follow_links=True)
+    if not can_fetch and not has_file(annotated, preset.annotations):
         origin = f"from the Hugging Face dataset {preset.hub_repo}, or add --fetch-annotations"
         missing.insert(0, f"annotation file {preset.annotations}: {origin}")
     return missing
@@ -255,10 +256,6 @@ def usual_model(dataset: str) -> tuple[str, str]:
         return "", ""
     known = read_mixture(dataset) if is_mixture(dataset) else load_dataset(dataset)
     return known.model, known.tokenizer
-
-
-def _is_file(data_root: str, name: str) -> bool:
-    return has_file(open_folder(data_root, follow_links=True), name)
 
 
 def _fetch(preset: DatasetPreset, target: Path) -> None:

@@ -76,7 +76,8 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
     """
     if is_uri(place):
         return _locate_uri(place)
-    path, wanted = Path(place), None
+    path = Path(place)
+    wanted = None
     if not path.exists() and "@" in place:
         path, wanted = Path(place.rpartition("@")[0]), place.rpartition("@")[2]
     info = path / INFO_NAME if path.is_dir() else path
@@ -217,7 +218,7 @@ def _annotations(folder: Folder, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
-    """Sorts `part-10` after `part-9`."""
+    """Sort key of a name, by which `part-10` comes after `part-9`."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D+|^)(\d*)", name)]
 
 

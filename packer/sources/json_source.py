@@ -274,7 +274,8 @@ def _line_end(window: _Window) -> int:
 def _line_records(window: _Window) -> Iterator[Parsed]:
     while window.skip(_SEPARATORS):
         end = _line_end(window)
-        line, number = window.text[window.start : end], window.line
+        line = window.text[window.start : end]
+        number = window.line
         window.advance(end - window.start)
         try:
             value, broken = json.loads(line), ""

@@ -22,7 +22,7 @@ PEEK_BYTES = 1 << 16
 MOST_SAMPLES = 2**32
 """Samples of a mixture: groups of them are arrays in memory."""
 LEAST_SHARE = 1e-9
-"""Of a dataset with a weight: one sample of a thousand million."""
+"""Smallest share of a dataset with a weight: one sample of a thousand million."""
 MOST_OF = {"weight": 1e15, "repeat": 2**20, "limit": 2**63 - 1}
 """Largest value of each number of a dataset: what they come to together fits 64 bits."""
 
@@ -76,7 +76,7 @@ class Mixture:
     model: str = ""
     """The model that a build is for, unless `--model` names one."""
     tokenizer: str = ""
-    """Its tokenizer, as a Hub id, where `model` is a preset."""
+    """Hub id of the tokenizer, where `model` is a preset."""
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and not 0 < self.num_samples <= MOST_SAMPLES:
@@ -248,7 +248,7 @@ def read_meta(place: str) -> Mixture:
 
 
 def meta_unread(place: str) -> list[tuple[Unread, ...]]:
-    """Of each dataset of InternVL's meta JSON, the keys that nothing reads, and their values.
+    """Keys that nothing reads, with their values, of each dataset of InternVL's meta JSON.
 
     `data_augment: false` is what is done here, and so not named.
     """

@@ -123,7 +123,8 @@ class TarChunk:
             else:
                 members = read_members(file, self.start, self.end)
             samples = _not_torn(_samples(members), self.container)
-            number, is_whole = self.first, True
+            number = self.first
+            is_whole = True
             for position, sample in enumerate(samples, self.first):
                 number, is_whole = position + 1, is_whole and not sample.broken
                 if sample.key not in self.exclude:
@@ -212,7 +213,8 @@ def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Ite
     """
     size = file.seek(0, 2)
     archive = _archive(file)
-    offset, ended = start, False
+    offset = start
+    ended = False
     while end is None or offset < end:
         file.seek(offset)
         block = file.read(BLOCK)
@@ -251,7 +253,7 @@ def read_compressed(file: IO[bytes]) -> Iterator[Member]:
 
 
 def _archive(file: IO[bytes]) -> tarfile.TarFile:
-    """Only to decode headers with."""
+    """The tar as tarfile opens it, only to decode headers with."""
     file.seek(0)
     try:
         return tarfile.TarFile(fileobj=file)

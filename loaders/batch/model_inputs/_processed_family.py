@@ -49,7 +49,8 @@ def as_own_rule(batch: MicroBatch, config: Any) -> MicroBatch:
             f"{wrong[0]} of encode=: model_inputs takes images alone for {kind}; leave it out, or "
             "give to_inputs="
         )
-    vision, side = config.vision_config, 0 if is_native else crop_sides(config)[0]
+    vision = config.vision_config
+    side = 0 if is_native else crop_sides(config)[0]
     row = (3 * vision.temporal_patch_size * vision.patch_size**2,) if is_native else (3, side, side)
     pixels = batch.processed.get("pixel_values", batch.pixel_values.new_empty(0, *row))
     grids = batch.processed.get("image_grid_thw", batch.image_sizes.new_empty(0, 3))

@@ -259,7 +259,9 @@ def _audio_arguments(batch: MicroBatch, config: Any) -> Arguments:
     transformers take no `audio_feature_lengths` in place of the mask. ConfigError for clips in
     another form, or of another model.
     """
-    values, frames, bins = batch.audio_values, batch.audio_frames, config.audio_config.num_mel_bins
+    values = batch.audio_values
+    frames = batch.audio_frames
+    bins = config.audio_config.num_mel_bins
     if values is None or frames is None or values.ndim != 2:
         raise ConfigError(f"{config.model_type}: open the loader with audio='features'")
     clips = 0 if batch.audio_lengths is None else len(batch.audio_lengths)

@@ -24,7 +24,7 @@ INFO_NAMES = (".info.json", ".info.yaml")
 SPLIT_NAMES = ("split.yaml", "split.json")
 DATASET_NAME = "dataset.yaml"
 MOST_SHARDS = 1_000_000
-"""Of a split, so that `{0..999999999}` is an error and not a full memory."""
+"""Shards of a split at most, so that `{0..999999999}` is an error and not a full memory."""
 _UNREAD = frozenset(
     {"subflavors", "auto_decode", "image_decode", "av_decode", "video_decode_audio"}
     | {"ignore_decoder_errors", "guess_content", "shuffle_over_epochs", "parallel_shard_iters"}
@@ -97,7 +97,8 @@ def _first(members: Mapping[str, Any], field: str, paths: tuple[_Path, ...]) -> 
 
 def _with_choice(record: dict[str, Any]) -> dict[str, Any]:
     """A question with its answer: the choice of the number."""
-    number, choices = record.pop("correct_choice_idx", 0), record.get("choices")
+    number = record.pop("correct_choice_idx", 0)
+    choices = record.get("choices")
     number = int(number) if isinstance(number, str) and number.strip().isdecimal() else number
     if (
         not isinstance(choices, list)
@@ -121,7 +122,8 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     `energon prepare` writes it.
     """
     splits = _required(folder, SPLIT_NAMES)
-    parts, excluded = splits.get("split_parts"), splits.get("exclude") or []
+    parts = splits.get("split_parts")
+    excluded = splits.get("exclude") or []
     where = join(folder.uri, f"{META}/{SPLIT_NAMES[0]}")
     if not isinstance(parts, dict) or not parts or not isinstance(excluded, list):
         raise DataError(f"{where}: no `split_parts` with the shards of each split")
@@ -183,7 +185,7 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
 
 
 def _paths(text: str) -> tuple[_Path, ...]:
-    """Where a field's value may be.
+    """Places where a field's value may be.
 
     >>> _paths("json[about][0],txt")
     (('json', 'about', '0'), ('txt',))

@@ -26,7 +26,7 @@ KEYS = frozenset(
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
 COMMON = {"system": "system", "tools": "tools", "images": "images", "videos": "videos"}
 COMMON |= {"audios": "audios"}
-"""Their names of columns -> ours."""
+"""LLaMA-Factory's names of columns -> ours."""
 COLUMNS = frozenset({*ALPACA, *COMMON, "messages", "chosen", "rejected", "kto_tag"})
 TAGS = {
     "role_tag": "from",
@@ -48,7 +48,7 @@ class DatasetInfo:
 
     name: str
     place: str
-    """Its file or folder, with its split."""
+    """File or folder, with its split."""
     columns: Columns
     sampling: Sampling | None
 
@@ -76,7 +76,8 @@ def dataset_of(values: Mapping[str, Any], wanted: str | None, path: Path) -> Dat
     name = next(iter(values)) if wanted is None else wanted
     if name not in values:
         raise ConfigError(f"{has}, and no {name!r}")
-    entry, where = values[name], f"{path}, {name}"
+    entry = values[name]
+    where = f"{path}, {name}"
     _known(entry, KEYS, where)
     return DatasetInfo(
         name, _place(entry, path, where), _columns(entry, where), _sampling(entry, where)
@@ -112,7 +113,8 @@ def _columns(entry: Mapping[str, Any], where: str) -> Columns:
     tags = entry.get("tags")
     _known(renames or {}, COLUMNS, f"{where}, columns")
     _known(tags or {}, TAGS, f"{where}, tags")
-    formatting, is_ranking = entry.get("formatting", "alpaca"), bool(entry.get("ranking"))
+    formatting = entry.get("formatting", "alpaca")
+    is_ranking = bool(entry.get("ranking"))
     if formatting not in ("alpaca", "sharegpt", "openai"):
         known = "alpaca, sharegpt, openai"
         raise ConfigError(f"{where}: formatting is {str(formatting)[:40]!r}; known: {known}")
