@@ -38,10 +38,10 @@ from tables import console, new_table
 
 from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, GlobalShuffle
 from isobatch.common.types import IntArray
-from isobatch.loaders.plan.epoch_groups import Regrouped, StoredGroups
-from isobatch.loaders.plan.mixed_groups import MixedGroups
-from isobatch.loaders.plan.steps import StepConfig, Steps
 from isobatch.loaders.read.build import Build, open_builds
+from isobatch.loaders.steps.build_groups import BuildSource
+from isobatch.loaders.steps.mixture import MixedSource
+from isobatch.loaders.steps.steps import StepConfig, Steps
 
 SMALL = 5_000
 """Groups of the builds that only compile."""
@@ -153,32 +153,32 @@ def first_step_of_several(folder: Path, options: argparse.Namespace) -> Callable
 def next_epoch(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
     """The groups of epoch 1, made when they are asked for."""
     source = source_of(opened(parts_of(folder)))
-    source.epoch(0)
-    return lambda: source.epoch(1)
+    source.table(0)
+    return lambda: source.table(1)
 
 
 def prepared_epoch(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
     """The groups of epoch 1, prepared while epoch 0 runs."""
     source = source_of(opened(parts_of(folder)))
-    source.epoch(0)
+    source.table(0)
     source.prepare(1)
     while any(thread.name.startswith("isobatch-epoch") for thread in threading.enumerate()):
         time.sleep(0.01)
-    return lambda: source.epoch(1)
+    return lambda: source.table(1)
 
 
 def regrouped(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
     """The groups of epoch 1, made when they are asked for."""
     (build,) = opened([folder / "sampled"])
-    source = Regrouped(build, 0, WINDOW_GROUPS)
-    source.epoch(0)
-    return lambda: source.epoch(1)
+    source = BuildSource(build, window_groups=WINDOW_GROUPS)
+    source.table(0)
+    return lambda: source.table(1)
 
 
 def order_step(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
     """Groups of a step of many ranks, after one that reads the index."""
-    source = source_of(opened([folder / "whole"]))
-    index = source.builds[0].index
+    (build,) = opened([folder / "whole"])
+    index = build.index
     order = GlobalShuffle(num_groups=len(index), seed=0, epoch=0, balance=DEFAULT_BALANCE)
 
     def loads(groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -237,12 +237,15 @@ def parts_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*"))
 
 
-def source_of(builds: Sequence[Build]) -> StoredGroups | MixedGroups:
+def source_of(builds: Sequence[Build]) -> BuildSource | MixedSource:
     """Epochs of one build, or of several with weights 1, .5, .25, ..."""
-    parts = [StoredGroups(build, place) for place, build in enumerate(builds)]
+    parts = [
+        BuildSource(build, number, balance=DEFAULT_BALANCE) for number, build in enumerate(builds)
+    ]
     if len(parts) == 1:
         return parts[0]
-    return MixedGroups(parts, [2.0**-place for place in range(len(parts))], seed=0)
+    weights = [2.0**-number for number in range(len(parts))]
+    return MixedSource(parts, weights, 0, DEFAULT_BALANCE)
 
 
 def steps(builds: Sequence[Build], options: argparse.Namespace) -> Steps:

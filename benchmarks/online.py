@@ -31,7 +31,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,10 +47,11 @@ from isobatch.balance.metrics import (
     padded_loads,
     source_entropy,
 )
+from isobatch.balance.order.rounds import deal
 from isobatch.common.types import BoolArray, Groups, IntArray, Limits
 from isobatch.loaders.online.config import BALANCE
-from isobatch.loaders.online.own.windows import OwnWindows
-from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.loaders.steps.window_groups import WindowSettings
+from isobatch.loaders.steps.windows import WindowSource
 from isobatch.models.presets import load_model
 
 DEFAULT_WINDOW, ODB_BUFFERS = 2_048, (256, 1_024)
@@ -146,6 +146,8 @@ def mixture(tiles: IntArray, tokens: IntArray, count: int, rng: np.random.Genera
 class Measured:
     """Lengths that are known already."""
 
+    model = load_model("internvl_1_5")
+
     def __init__(self, data: Data) -> None:
         self._data = data
 
@@ -171,17 +173,21 @@ class Measured:
 class Loaded(Measured):
     """The same, of samples that only one rank has."""
 
-    stream = None
-
     def __init__(self, data: Data, dp: int) -> None:
         super().__init__(data)
-        self.ranks, self.owners = (0, dp), dict[int, int]()
+        self.owners, self.are_reading = np.zeros(len(data.counts), np.int64), np.ones(dp, np.bool_)
 
-    def restart(self, epoch: int, owners: dict[int, int], marks: None) -> None:
-        self.owners = owners
+    def restart(self, epoch: int, state: dict[str, Any]) -> dict[str, Any]:
+        return state
 
-    def rank_of(self, samples: IntArray) -> IntArray:
-        return np.array([self.owners[sample] for sample in samples.tolist()], np.int64)
+    def of(self, samples: IntArray) -> IntArray:
+        return self.owners[samples]
+
+    def deal(self, size: int, carried: IntArray, in_order: Callable[[int], IntArray]) -> IntArray:
+        samples, ranks = in_order(size), len(self.are_reading)
+        carries = np.bincount(self.of(carried), minlength=ranks).tolist()
+        self.owners[samples] = np.repeat(np.arange(ranks), deal(len(samples), carries))
+        return samples
 
 
 def ours(data: Data, dp: int, window: int, *, packing: bool = True, is_own: bool = False) -> Found:
@@ -204,13 +210,11 @@ def our_steps(
         step_groups=dp,
         loss_weights="token",
         packing=packing,
-        are_rounds=is_own,
         ranks=dp,
     )
-    build: Any = SimpleNamespace(manifest=SimpleNamespace(model=load_model("internvl_1_5")))
-    windows, lengths = (OwnWindows, Loaded(data, dp)) if is_own else (WindowGroups, Measured(data))
-    source = windows(build, lengths, settings, {})
-    epoch, order = source.begin(0, {})
+    owners = Loaded(data, dp) if is_own else None
+    source = WindowSource(owners or Measured(data), settings, {}, owners)
+    epoch, order = source.begin(0, {}, 1)
 
     def loads(groups: IntArray) -> tuple[IntArray, IntArray]:
         tokens = [epoch.column(f"num_{kind}_tokens", groups) for kind in ("image", "text", "audio")]
@@ -220,7 +224,7 @@ def our_steps(
     while order.remaining:
         step = order.take_step(dp, 1, loads).ravel()
         steps.append([epoch.members(step[i : i + 1])[0] if step[i] >= 0 else [] for i in range(dp)])
-    return steps, source.figures.grouping_s
+    return steps, source.run.figures.grouping_s
 
 
 def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from isobatch.loaders.loader import StreamingLoader as StreamingLoader
     from isobatch.loaders.online.encoded import Encoded as Encoded
     from isobatch.loaders.online.loader import BalancedLoader as BalancedLoader
-    from isobatch.loaders.plan.sample_choice import SampleColumns as SampleColumns
     from isobatch.loaders.read.build import StorageOptions as StorageOptions
+    from isobatch.loaders.sample_choice import SampleColumns as SampleColumns
     from isobatch.loaders.stats import LoaderStats as LoaderStats
     from isobatch.loaders.step_builder import StepBatches as StepBatches
 else:

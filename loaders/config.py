@@ -15,12 +15,12 @@ from isobatch.balance.steps.step_planner import StepPlanner
 from isobatch.common.config import check_names, check_types
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.loaders.batch.joined_gradients import GradientJoin
-from isobatch.loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
-from isobatch.loaders.plan.scheduled_groups import WeightSchedule
-from isobatch.loaders.plan.steps import Remainder, StepConfig
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
+from isobatch.loaders.sample_choice import SampleChoice, SampleFilter, Split
+from isobatch.loaders.steps.schedule import WeightSchedule
+from isobatch.loaders.steps.steps import Remainder, StepConfig
 from isobatch.loaders.transforms import BatchTransform, ImageTransform
 
 AudioForm = Literal["waveform", "features", "windows"]

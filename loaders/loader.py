@@ -1,7 +1,7 @@
 """`StreamingLoader`: steps of one or several builds for a data-parallel rank.
 
 Every rank computes the same steps from build, options, seed and epoch, and takes its own part
-(`loaders.plan.steps`). So all have equally many steps and know a step's sums without a message;
+(`loaders.steps.steps`). So all have equally many steps and know a step's sums without a message;
 only when an iterator begins, ranks compare what they plan (`loaders.ranks`). The position in the
 stream is the state: a run resumes exactly on any number of ranks.
 """
@@ -21,20 +21,21 @@ from isobatch.common.errors import ConfigError, first_line
 from isobatch.common.types import BoolArray
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig, LoaderOptions, tell_wrong_options
-from isobatch.loaders.plan.epoch_groups import ChosenGroups, EpochSource, Regrouped, StoredGroups
-from isobatch.loaders.plan.in_order import InOrder
-from isobatch.loaders.plan.mixed_groups import MixedGroups, waiting_line
-from isobatch.loaders.plan.sample_choice import choose_samples
-from isobatch.loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
-from isobatch.loaders.plan.step_plan import StepPlan
-from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.prefetch import Prefetcher
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.read.build import Build, open_builds
 from isobatch.loaders.read.reader import SampleReader
+from isobatch.loaders.sample_choice import choose_samples
 from isobatch.loaders.stats import Meter
 from isobatch.loaders.step_builder import StepBuilder
 from isobatch.loaders.step_stream import StepStream
+from isobatch.loaders.steps.build_groups import BuildSource
+from isobatch.loaders.steps.in_order import StoredSource
+from isobatch.loaders.steps.mixture import MixedSource
+from isobatch.loaders.steps.schedule import MixingSchedule, ScheduledSource
+from isobatch.loaders.steps.source import GroupSource
+from isobatch.loaders.steps.step_plan import StepPlan
+from isobatch.loaders.steps.steps import Steps
 
 Url = str | Path
 Datasets = Sequence[tuple[Url, float]] | Mapping[Url, float] | Sequence[Url]
@@ -87,8 +88,10 @@ class StreamingLoader(StepStream):
                 self._checks.tell(f"cannot open its build: {first_line(error)}")
             raise
         self._told |= {"dp_rank": str(rank)} | config.shared()
-        if rank == 0 and size > 1 and config.balance and (line := self._waiting_line()):
-            warnings.warn(line, stacklevel=2)
+        if rank == 0 and size > 1 and config.balance:
+            shape = size, config.micro_batches_per_step
+            if line := self._source.waiting_line(shape):
+                warnings.warn(line, stacklevel=2)
 
     def _open(self) -> None:
         """Open the builds, at the beginning of the first epoch; or none, if anything fails."""
@@ -110,7 +113,7 @@ class StreamingLoader(StepStream):
             self.audio_token_id = manifest.audio_token_id
             weights = [weight for _, weight in datasets]
             chosen = choose_samples(builds, config.sample_choice())
-            source = self._source = _epoch_source(builds, datasets, chosen, config)
+            source = self._source = _step_source(builds, datasets, chosen, config)
             hashes = ", ".join(build.manifest.hash[:12] for build in builds)
             self._told = {"the build's manifest": hashes, "weights": repr(weights)}
             self._steps = Steps(source, config.step_config(), config.planner)
@@ -122,14 +125,6 @@ class StreamingLoader(StepStream):
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
         self._closed = self._resumes = False
-
-    def _waiting_line(self) -> str:
-        """How long ranks will wait since builds differ, at the first step's weights."""
-        source, config = self._source, self._config
-        shape = config.dp_world_size or 1, config.micro_batches_per_step
-        if isinstance(source, MixedGroups | ScheduledGroups):
-            return waiting_line(source.parts, source.shares_at(0), shape)
-        return ""
 
     def _open_again(self) -> None:
         self.__setstate__(self._pickled())
@@ -204,31 +199,28 @@ def _require_pickled(name: str, function: object) -> None:
         ) from error
 
 
-def _epoch_source(
+def _step_source(
     builds: Sequence[Build],
     datasets: Sequence[tuple[str | Path, float]],
     chosen: Sequence[BoolArray] | None,
     config: LoaderConfig,
-) -> EpochSource:
+) -> GroupSource[Any]:
     """The groups of all epochs; `chosen` are masks over the builds' samples."""
     if not config.shuffle:
-        return InOrder(builds, chosen)
+        return StoredSource(builds, chosen)
     parts = [
-        _build_source(build, None if chosen is None else chosen[place], place, config)
-        for place, build in enumerate(builds)
+        BuildSource(
+            build,
+            number,
+            seed=config.seed,
+            balance=config.balance,
+            chosen=None if chosen is None else chosen[number],
+            window_groups=None if config.regroup is None else config.regroup_window,
+        )
+        for number, build in enumerate(builds)
     ]
     if config.mixing_weights is not None:
         schedule = MixingSchedule(config.mixing_weights, [str(url) for url, _ in datasets])
-        return ScheduledGroups(parts, schedule, config.seed, config.balance)
+        return ScheduledSource(parts, schedule, config.seed, config.balance)
     weights = [weight for _, weight in datasets]
-    return MixedGroups(parts, weights, config.seed) if len(parts) > 1 else parts[0]
-
-
-def _build_source(
-    build: Build, chosen: BoolArray | None, place: int, config: LoaderConfig
-) -> EpochSource:
-    if config.regroup is not None:
-        return Regrouped(build, config.seed, config.regroup_window, chosen, place)
-    if chosen is not None:
-        return ChosenGroups(build, chosen, place)
-    return StoredGroups(build, place)
+    return MixedSource(parts, weights, config.seed, config.balance) if len(parts) > 1 else parts[0]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from isobatch.balance.metrics import num_pairs
 from isobatch.common.types import IntArray
-from isobatch.loaders.plan.step_plan import StepFigures, StepPlan
+from isobatch.loaders.steps.step_plan import StepFigures, StepPlan
 
 _NOT_SUMMED = (
     *("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm"),

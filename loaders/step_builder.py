@@ -22,12 +22,12 @@ from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.decode import pixels
-from isobatch.loaders.plan.selection import Selection, StoredSample
-from isobatch.loaders.plan.step_plan import StepPlan
-from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.prefetch import PrefetchTask
 from isobatch.loaders.read.reader import only_media, stored_bytes, without_media
 from isobatch.loaders.stats import Meter
+from isobatch.loaders.steps.selection import Selection, StoredSample
+from isobatch.loaders.steps.step_plan import StepPlan
+from isobatch.loaders.steps.steps import Steps
 from isobatch.loaders.transforms import SampleSeeds, transform_batch
 from isobatch.models.image_rules import NativeSizeRule
 from isobatch.models.presets import ModelPreset

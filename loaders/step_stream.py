@@ -15,13 +15,13 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders.accelerate_checks import check_accumulation
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.plan.step_plan import StepPlan
-from isobatch.loaders.plan.steps import Steps
 from isobatch.loaders.prefetch import Prefetcher
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.store import Awaited
 from isobatch.loaders.stats import LoaderStats, Meter
 from isobatch.loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
+from isobatch.loaders.steps.step_plan import StepPlan
+from isobatch.loaders.steps.steps import Steps
 from isobatch.models.presets import ModelPreset
 
 MAX_WORKERS = 8

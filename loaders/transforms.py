@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from isobatch.balance.rng import TRANSFORMS
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.loaders.batch.micro_batch import MicroBatch
-from isobatch.loaders.plan.selection import StoredSample
+from isobatch.loaders.steps.selection import StoredSample
 from isobatch.shards.stored_group import StoredGroup
 
 ImageTransform = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]

@@ -28,7 +28,7 @@ from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.models.flops import FlopsModel
 from isobatch.packer.demo.dataset import demo_tokenizer_path, write_demo
 

@@ -21,7 +21,7 @@ from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._packer_door import RecordCounter
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from online_runs.padded import Loads, padded_batches
 from online_runs.records import Records
 

@@ -19,6 +19,10 @@ class IsobatchError(Exception):
         return visible_line(super().__str__())
 
 
+class Cancelled(Exception):
+    """Whoever wanted the result wants it no longer."""
+
+
 class DataError(IsobatchError):
     """The raw data or one of our files cannot be used."""
 

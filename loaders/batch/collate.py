@@ -24,7 +24,7 @@ from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import AudioForm, LoaderConfig
 from isobatch.loaders.decode.audio import decode_audio
 from isobatch.loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.loaders.transforms import SampleSeeds
 from isobatch.models.audio_tokens import AudioRule, plan_clip
 from isobatch.models.image_rules import ProcessorRule

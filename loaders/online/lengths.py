@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
-from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from isobatch.balance.grouping.cap_lines import CapNames, cap_lines, padded_lines
 from isobatch.balance.grouping.caps import PaddedChoice
 from isobatch.common.consoles import messages
-from isobatch.common.errors import DataError
+from isobatch.common.errors import Cancelled, DataError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
 from isobatch.loaders.online._length_table import (
     REJECTED,
@@ -45,8 +44,8 @@ from isobatch.loaders.online._packer_door import (
     never_read_line,
     visible,
 )
-from isobatch.loaders.plan.epoch_groups import PlannedBuild
-from isobatch.loaders.ranks.exchange import Cancelled, RankExchange
+from isobatch.loaders.ranks.exchange import RankExchange
+from isobatch.models.presets import ModelPreset
 
 TOLD_S = 10.0
 """Seconds after which the first window says how far it is, and then again."""
@@ -133,11 +132,10 @@ class SampleLengths:
     def __len__(self) -> int:
         return len(self._table.rows)
 
-    def as_build(self) -> PlannedBuild:
-        """What planning asks of a build: each sample as a stored group of its own."""
-        samples = SimpleNamespace(offsets=_Identity(), column=self.column)
-        manifest = SimpleNamespace(model=self._counter.model)
-        return cast("PlannedBuild", SimpleNamespace(manifest=manifest, samples=samples))
+    @property
+    def model(self) -> ModelPreset:
+        """Whose samples they are."""
+        return self._counter.model
 
     def measure(
         self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: str = ""
@@ -416,13 +414,6 @@ class SampleLengths:
 def _add_sources(found: dict[str, NeverRead], more: dict[str, NeverRead]) -> None:
     for source, paths in more.items():
         add_never_read(found.setdefault(source, {}), paths)
-
-
-class _Identity:
-    """What borders of groups of one sample are."""
-
-    def __getitem__(self, groups: IntArray) -> IntArray:
-        return groups
 
 
 def _part_of(counted: CountedRecords) -> MeasuredPart:

@@ -1,7 +1,7 @@
 """`BalancedLoader`: balanced steps from any dataset, without a build.
 
 Each rank measures its share of a window of the dataset's random order, and all plan the window in
-the same way (`loaders.plan.windows`); only the rank that was given a sample reads and decodes it.
+the same way (`loaders.steps.windows`); only the rank that was given a sample reads and decodes it.
 Planning, decoding and collating are those of `StreamingLoader`.
 """
 
@@ -28,18 +28,17 @@ from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
 from isobatch.loaders.online.own.items import of_items, require_own_options, require_records
 from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.own.streams import StreamRecords
-from isobatch.loaders.online.own.windows import OwnWindows
 from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
 from isobatch.loaders.online.records import Records
-from isobatch.loaders.plan.steps import Steps
-from isobatch.loaders.plan.window_order import WindowOrder
-from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.exchange import RankExchange
 from isobatch.loaders.ranks.store import Awaited
 from isobatch.loaders.stats import Meter
 from isobatch.loaders.step_builder import StepBatches, StepBuilder
 from isobatch.loaders.step_stream import StepStream
+from isobatch.loaders.steps.steps import Steps
+from isobatch.loaders.steps.window_groups import WindowSettings
+from isobatch.loaders.steps.windows import WindowOrder, WindowSource
 
 FIRST_WINDOW = 256
 """Samples of an epoch's first window where both caps are given: the first step comes soon."""
@@ -115,13 +114,14 @@ class BalancedLoader(StepStream):
             tells=is_leader,
         )
         is_own, extras = packing.measure == "own", packing.keep_columns
-        kept, windows = (sys.maxsize, OwnWindows) if is_own else (KEPT_BYTES, WindowGroups)
+        max_bytes = sys.maxsize if is_own else KEPT_BYTES
         may_lose = config.on_error == "skip"
-        reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=kept)
+        reader = RecordReader(records, counter, extras, may_lose=may_lose, kept_bytes=max_bytes)
+        owners = None
         if is_own:
-            own = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
-            reader.lengths, name = own, own.open(reader, config.ranks())
-            own.compare_items(packing.is_sharded)
+            owners = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
+            reader.lengths, name = owners, owners.open(reader, config.ranks())
+            owners.compare_items(packing.is_sharded)
         else:
             folder, name = packing.lengths_cache, identity_of(records, counter)
             counted = f"{counter.identity} {Path(packing.data_root or '').resolve()}"
@@ -129,7 +129,7 @@ class BalancedLoader(StepStream):
             reader.lengths = SampleLengths(counter, reader.measure, table, exchange, options)
         self._lengths = lengths = reader.lengths
         identity: dict[str, object] = {"dataset": name, "window": self._window_identity()}
-        self._source = windows(lengths.as_build(), lengths, self._settings(), identity)
+        self._source = WindowSource(lengths, self._settings(), identity, owners)
         self._told = {"dataset": name} | {k: str(v) for k, v in self._window_identity().items()}
         self._steps = Steps(self._source, config.step_config(), config.planner)
         self._reader, self._meter = reader, Meter()
@@ -162,7 +162,6 @@ class BalancedLoader(StepStream):
         return WindowSettings(
             window=window,
             first_window=min(window, FIRST_WINDOW) if has_caps else window,
-            are_rounds=is_own,
             seed=config.seed,
             balance=config.balance,
             step_groups=config.ranks()[1] * config.micro_batches_per_step,
@@ -178,7 +177,7 @@ class BalancedLoader(StepStream):
         return own | {"shuffle": self._config.shuffle}
 
     def __iter__(self) -> Iterator[StepBatches]:
-        is_within = self.is_evaluation and self._position.given and not self._resumes
+        is_within = self.is_evaluation and self._position.num_taken and not self._resumes
         if is_within and not self._steps.is_after_last:
             self._steps.start_epoch(self.epoch + 1)  # ranks tell passes apart by their numbers
         while True:
@@ -196,7 +195,7 @@ class BalancedLoader(StepStream):
         """ConfigError on all ranks if one of them has other options, or is at another place."""
         if self._checks is not None:
             position = hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
-            begun = {"epochs and states begun": str(self._source.num_begun)}
+            begun = {"epochs and states begun": str(self._source.run.num_begun)}
             self._checks.compare(self._told | {"position in the epoch": position[:12]} | begun)
         self._has_compared = True
 
@@ -209,7 +208,7 @@ class BalancedLoader(StepStream):
             raise TypeError("nobody knows the length of a stream before its end; give max_steps")
         if not self._has_compared:
             self._compare()
-        groups, step_groups = self._position.expected, self._source.settings.step_groups
+        groups, step_groups = self._position.expected, self._source.run.settings.step_groups
         is_whole = self._config.remainder == "drop"
         return groups // step_groups if is_whole else -(-groups // step_groups)
 
@@ -226,8 +225,8 @@ class BalancedLoader(StepStream):
     @property
     def remaining_steps(self) -> int:
         """Steps until the epoch ends; as exact as `len`."""
-        step_groups = self._source.settings.step_groups
-        return max(0, len(self) - -(-self._position.given // step_groups))
+        step_groups = self._source.run.settings.step_groups
+        return max(0, len(self) - -(-self._position.num_taken // step_groups))
 
     @property
     def _position(self) -> WindowOrder:
@@ -236,7 +235,7 @@ class BalancedLoader(StepStream):
     @property
     def limits(self) -> Limits | None:
         """Caps of a micro-batch, None until they are chosen; `explained` says why."""
-        return self._source.limits
+        return self._source.run.limits
 
     @property
     def explained(self) -> list[str]:
@@ -250,7 +249,7 @@ class BalancedLoader(StepStream):
 
     def report(self) -> dict[str, Any]:
         """What the packing has done; groups, fill and times are of what this rank has planned."""
-        figures, stats, limits = self._source.figures, self.stats(), self.limits
+        figures, stats, limits = self._source.run.figures, self.stats(), self.limits
         return {
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
             "measured": self._lengths.num_measured,

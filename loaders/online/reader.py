@@ -17,8 +17,8 @@ from isobatch.common.visible_text import visible_line
 from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
 from isobatch.loaders.online.lengths import SampleLengths
 from isobatch.loaders.online.records import Records
-from isobatch.loaders.plan.selection import Selection, StoredSample
 from isobatch.loaders.read.reader import with_extras
+from isobatch.loaders.steps.selection import Selection, StoredSample
 from isobatch.shards.stored_group import StoredGroup
 
 KEPT_BYTES = 256 << 20

@@ -1,8 +1,8 @@
 """What each rank has measured, told to all through torch.distributed's store.
 
-Keys name what is exchanged, so ranks that
-begin again at some position find each other, and a thread that was given up disturbs nobody. The
-lowest rank joins the parts; the others read one value.
+Keys name what is exchanged, so ranks that begin again at some position find each other, and a
+thread that was given up disturbs nobody. The lowest rank joins the parts; the others read one
+value.
 """
 
 import pickle
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from isobatch.common.errors import Cancelled
 from isobatch.loaders.ranks.store import (
     Awaited,
     RankMissing,
@@ -25,10 +26,6 @@ from isobatch.loaders.ranks.store import (
 
 PAUSES_S = 0.001, 0.05
 """Between two looks at the store: doubled each time."""
-
-
-class Cancelled(Exception):
-    """The iterator that wanted it has ended."""
 
 
 class RankExchange(Awaited):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from isobatch.common.types import IntArray
-from isobatch.loaders.plan.selection import GroupSlice, Selection, StoredSample
 from isobatch.loaders.read.build import Build
+from isobatch.loaders.steps.selection import GroupSlice, Selection, StoredSample
 from isobatch.shards.stored_group import EMPTY_GROUP, NO_NUMBERS, Int32Array, StoredGroup
 
 CACHED_BYTES = 256 << 20

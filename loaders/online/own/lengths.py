@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isobatch.balance.order.rounds import deal
 from isobatch.common.consoles import messages
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import BoolArray, IntArray
@@ -36,8 +37,8 @@ class RecentRows(LengthTable):
 
     def get(self, samples: IntArray) -> NDArray[np.int32]:
         """Rows of samples; zeros of those that are not known or forgotten."""
-        found = [self._known.get(sample, self.rows[0]) for sample in samples.ravel().tolist()]
-        return np.array(found, np.int32).reshape(*samples.shape, ROW)
+        rows = [self._known.get(sample, self.rows[0]) for sample in samples.ravel().tolist()]
+        return np.array(rows, np.int32).reshape(*samples.shape, ROW)
 
     def set(self, samples: IntArray, rows: NDArray[np.int32]) -> None:
         """Rows of samples that are known now."""
@@ -73,11 +74,17 @@ class OwnLengths(SampleLengths):
         read, ended, _ = self.marks[-1]
         return int(sum(read)) + (0 if all(ended) else MORE)
 
+    @property
+    def are_reading(self) -> BoolArray:
+        """Whether each rank may have more samples than it has been asked for, (ranks,)."""
+        ended = [False] * self.ranks[1] if self.stream is None else self.marks[-1][1]
+        return ~np.array(ended, np.bool_)
+
     def open(self, reader: RecordReader, ranks: tuple[int, int]) -> str:
         """Keep what `reader` has loaded until it is given; -> what tells these records."""
         self._reader, self.ranks = reader, ranks
         self._counter.chunk_records, self._rank = CHUNK, ranks[0]
-        self._given, size = Counter[int](), str(len(reader.records))
+        self._num_used, size = Counter[int](), str(len(reader.records))
         if isinstance(reader.records, StreamRecords):
             self.stream, size = reader.records, "a stream"
             if ranks[1] > 1 and self._exchange is None:
@@ -99,10 +106,10 @@ class OwnLengths(SampleLengths):
             items = stream.first_items()
         else:
             rows = np.linspace(0, len(records) - 1, FIRST_ITEMS).astype(np.int64)
-            items = [getattr(each, "value", each) for each in records.take(np.unique(rows))]
-        own = [*map(parts_of, items)], len(records)
-        told = self._exchange.all_gather("first items", own, lambda: False)
-        firsts, sizes = ([*each] for each in zip(*told, strict=True))
+            items = [getattr(item, "value", item) for item in records.take(np.unique(rows))]
+        part = [*map(parts_of, items)], len(records)
+        parts = self._exchange.all_gather("first items", part, lambda: False)
+        firsts, sizes = ([*column] for column in zip(*parts, strict=True))
         if stream is not None:
             stream.is_sharded = is_sharded(firsts, asked)
             if stream.is_sharded and self._options.tells:
@@ -114,21 +121,62 @@ class OwnLengths(SampleLengths):
                 "part of its own, is_sharded=True"
             )
 
-    def restart(self, epoch: int, owners: dict[int, int], marks: list[Any] | None = None) -> None:
-        """Forget all that is loaded; a state's samples (`owners`) are loaded again."""
-        self.owners, (rank, size) = owners, self.ranks
+    def restart(self, epoch: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Forget all that is loaded, and load a state's samples again.
+
+        -> the state, for these ranks. ConfigError for a stream's state of another number of ranks.
+        """
+        rank, size = self.ranks
+        waiting, owners = state.get("waiting", []), state.get("owners", [])
+        if state.get("ranks", size) != size:  # dealt in turn; empty groups fill the last round
+            if self.stream is not None:
+                raise ConfigError(
+                    f"state is of a stream on {state['ranks']} ranks, and this loader has {size}: "
+                    "resume on as many, or begin an epoch (`set_epoch`)"
+                )
+            waiting = [group for group in waiting if group]
+            waiting += [[]] * (-len(waiting) % size)
+            owners = [number % size for number in range(len(owners))]
+            state = {**state, "waiting": waiting}
+        self.owners = {sample: n % size for n, group in enumerate(waiting) for sample in group}
+        self.owners |= zip(state.get("carried", []), owners, strict=True)
         self._table = RecentRows()
         self._reader.close()
+        marks = state.get("marks")
         if self.stream is not None:
             self.marks = [*(marks or [[[0] * size, [False] * size, [None] * size]])]
             self._is_resumed = bool(marks)
             states = {read[rank]: states[rank] for read, _, states in self.marks}
-            needed = np.array([each for each in owners if each % size == rank], np.int64)
-            self.stream.restart(epoch, self.ranks, states, needed)
+            needed = [sample for sample in self.owners if sample % size == rank]
+            self.stream.restart(epoch, self.ranks, states, np.array(needed, np.int64))
+        return state
 
-    def rank_of(self, samples: IntArray) -> IntArray:
+    def of(self, samples: IntArray) -> IntArray:
         """The rank that loads each sample, int64, same shape."""
         return np.array([self.owners[sample] for sample in samples.tolist()], np.int64)
+
+    def deal(self, size: int, carried: IntArray, in_order: Callable[[int], IntArray]) -> IntArray:
+        """New samples, each for a rank: a rank that carries many over gets few.
+
+        Of a stream at least one for each rank that may have more.
+        """
+        num_ranks = self.ranks[1]
+        carries = np.bincount(self.of(carried), minlength=num_ranks)
+        if self.stream is None:
+            samples = in_order(size)
+            counts = deal(len(samples), carries.tolist())
+        else:
+            read, ended, _ = self.marks[-1]
+            counts = deal(size, np.where(ended, MORE, carries).tolist())
+            counts = np.where(ended, 0, np.maximum(1, counts)).tolist()
+            of_ranks = [
+                (read[rank] + np.arange(counts[rank])) * num_ranks + rank
+                for rank in range(num_ranks)
+            ]
+            samples = np.concatenate(of_ranks)
+        ranks = np.repeat(np.arange(num_ranks), counts)
+        self.owners |= dict(zip(samples.tolist(), ranks.tolist(), strict=True))
+        return samples
 
     def measure(
         self, samples: IntArray, is_cancelled: Callable[[], bool], epoch: str = ""
@@ -142,12 +190,12 @@ class OwnLengths(SampleLengths):
 
     def source_shares(self) -> dict[str, float]:
         """Share of each source in the samples that were given."""
-        given, total = self._given, max(1, self._given.total())
-        return {name: given[number] / total for number, name in enumerate(self.sources)}
+        total = max(1, self._num_used.total())
+        return {name: self._num_used[place] / total for place, name in enumerate(self.sources)}
 
     def drop(self, samples: IntArray, consumed: int, live: IntArray) -> None:
-        """Forget samples that were given; those `live` of the first `consumed` are needed still."""
-        self._given.update(self.source_numbers(samples).tolist())
+        """Forget samples that were used; those `live` of the first `consumed` are needed still."""
+        self._num_used.update(self.source_numbers(samples).tolist())
         self._reader.drop(samples)
         self._table.forget(samples)
         for sample in samples.tolist():
@@ -159,7 +207,7 @@ class OwnLengths(SampleLengths):
 
     def state(self, consumed: int, live: IntArray, carried: IntArray) -> dict[str, Any]:
         """For a state: the ranks, which of them has each sample that is carried, and the marks."""
-        state: dict[str, Any] = {"ranks": self.ranks[1], "owners": self.rank_of(carried).tolist()}
+        state: dict[str, Any] = {"ranks": self.ranks[1], "owners": self.of(carried).tolist()}
         if self.stream is not None:
             with self._lock:
                 state["marks"] = self._marks_before(consumed, live)
@@ -170,8 +218,8 @@ class OwnLengths(SampleLengths):
         read = np.array([mark[0] for mark in self.marks])  # (marks, ranks)
         size = self.ranks[1]
         places = (read[:, live % size] <= live // size).sum(axis=0) - 1
-        own = read.sum(axis=1).tolist().index(consumed)
-        return [self.marks[place] for place in np.unique(np.append(places, own)).tolist()]
+        after = read.sum(axis=1).tolist().index(consumed)
+        return [self.marks[place] for place in np.unique(np.append(places, after)).tolist()]
 
     def _add_mark(self, samples: IntArray) -> None:
         """After these were asked for. DataError if streams have ended, and too many were bad."""
@@ -214,4 +262,4 @@ class OwnLengths(SampleLengths):
 
     def _share(self, samples: IntArray, rank: int) -> IntArray:
         """The samples that one rank loads; without an exchange all."""
-        return samples if self._exchange is None else samples[self.rank_of(samples) == rank]
+        return samples if self._exchange is None else samples[self.of(samples) == rank]

@@ -14,9 +14,9 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
 from isobatch.engine.planning.build_steps import padded, read_build
-from isobatch.loaders.plan.epoch_groups import StoredGroups
-from isobatch.loaders.plan.steps import StepConfig, Steps
 from isobatch.loaders.read.build import open_builds
+from isobatch.loaders.steps.build_groups import BuildSource
+from isobatch.loaders.steps.steps import StepConfig, Steps
 
 
 def tokens_of(loads):
@@ -38,7 +38,7 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
         balance=DEFAULT_BALANCE,
     )
     (opened,) = open_builds([demo_build])
-    plans = Steps(StoredGroups(opened), config).plan(num_steps)
+    plans = Steps(BuildSource(opened, seed=5, balance=DEFAULT_BALANCE), config).plan(num_steps)
     shape = num_steps, dp, micro_batches
     vit, llm = tokens_of(loads)
     np.testing.assert_array_equal(

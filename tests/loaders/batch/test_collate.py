@@ -21,7 +21,7 @@ from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.decode.image import decode
 from isobatch.loaders.decode.log_mel import log_mel_frames, log_mel_windows
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.models.audio_tokens import plan_audio
 from isobatch.models.presets import load_model
 from isobatch.shards.stored_group import EMPTY_GROUP, StoredGroup

@@ -20,7 +20,7 @@ from isobatch.loaders.batch.model_inputs import inputs as inputs_module
 from isobatch.loaders.batch.model_inputs._registry import FAMILIES as KNOWN
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.models.image_rules.anyres import AnyresRule
 from isobatch.models.image_rules.budget import BudgetRule
 from isobatch.models.image_rules.fixed import FixedRule

@@ -22,7 +22,7 @@ from isobatch.loaders.batch.model_inputs.inputs import (
     model_inputs,
 )
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.models.image_rules import AnyresRule, FixedRule, NativeRule, TilesRule
 from isobatch.models.image_tokens import plan_image
 from isobatch.models.presets import load_model

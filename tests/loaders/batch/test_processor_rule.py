@@ -21,7 +21,7 @@ from isobatch.loaders import StreamingLoader
 from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.models import hf_processor
 from isobatch.models.folder.find_model import READERS, find_model
 from isobatch.models.hf_processor import open_processor

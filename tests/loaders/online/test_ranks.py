@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from tiny_vlm import TinyVLM, accumulate
 
-from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.errors import Cancelled, ConfigError, DataError
 from isobatch.loaders import BalancedLoader
 from isobatch.loaders.online._packer_door import RejectedSample
-from isobatch.loaders.ranks.exchange import Cancelled, RankExchange
+from isobatch.loaders.ranks.exchange import RankExchange
 from isobatch.loaders.ranks.store import RankMissing
 from isobatch.packer.verify import require_intact, verify_build
 from support.builds.packed import quiet

@@ -9,7 +9,6 @@ import traceback
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from isobatch.balance.grouping.window import group_window
 from isobatch.balance.order.global_shuffle import GlobalShuffle
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Limits
-from isobatch.loaders.plan.steps import StepConfig, Steps
-from isobatch.loaders.plan.window_order import MOST_PASSED
-from isobatch.loaders.plan.windows import WindowGroups, WindowSettings
+from isobatch.loaders.steps.steps import StepConfig, Steps
+from isobatch.loaders.steps.window_groups import WindowSettings
+from isobatch.loaders.steps.windows import MOST_PASSED, WindowSource
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import load_model
 
@@ -30,6 +29,8 @@ LIMITS = Limits(max_seq_len=1000, max_vision=8, min_seq_len=1000, min_vision=8)
 
 class Lengths:
     """Drawn lengths, known once they are measured; some samples cannot be used."""
+
+    model = load_model("tiny")
 
     def __init__(self, count, seed, bad=0.0):
         rng = np.random.default_rng(seed)
@@ -82,8 +83,7 @@ def make_ranks(lengths, world, micro_batches, *, window, seed=0, state=None, **c
             shuffle=changes.get("shuffle", True),
             ranks=world,
         )
-        build = SimpleNamespace(manifest=SimpleNamespace(model=load_model("tiny")))
-        source = WindowGroups(build, lengths(), settings, {"dataset": "drawn", "window": window})
+        source = WindowSource(lengths(), settings, {"dataset": "drawn", "window": window})
         config = StepConfig(
             dp_rank=rank,
             dp_world_size=world,
@@ -212,7 +212,7 @@ def ordered_epoch(ranks, running, state, rng, lengths):
         samples, numbers, batches = in_order(plans)
         seen += samples
         assert all(batches)
-        check_caps(lengths, batches, packing=running[0]._source.settings.packing)
+        check_caps(lengths, batches, packing=running[0]._source.run.settings.packing)
         # all ranks are full in all steps but the last, where they have equally many; of a run that
         # is resumed close to its end there may be too few samples for that
         if left > 1:
@@ -265,7 +265,7 @@ def test_a_resumed_run_gives_the_same_steps():
         ranks = make(shuffle=shuffle)
         steps = steps_of_two_epochs(ranks)
         caps = [state["stream"]["limits"]["max_vision"] for *_, state in steps]
-        assert (caps[0], caps[-1], ranks[0]._source.limits) == (0 if is_late else 8, 8, LIMITS)
+        assert (caps[0], caps[-1], ranks[0]._source.run.limits) == (0 if is_late else 8, 8, LIMITS)
         assert len(steps) > 8
         for stop, (*_, state) in list(enumerate(steps))[:: 1 + len(steps) // 8]:
             rest = steps_of_two_epochs(make(shuffle=shuffle, state=state))
@@ -285,7 +285,7 @@ def test_loads_of_padded_groups_have_padding_and_attention():
     flops = FlopsModel.of(load_model("tiny"))
     for packing in (True, False):
         (rank,) = make_ranks(lambda: Lengths(200, 7), 1, 2, window=200, packing=packing)
-        lengths, epoch = rank._source.lengths, rank._groups
+        lengths, epoch = rank._source.run.lengths, rank._groups
         numbers = epoch.window(0, np.zeros(0, np.int64)).numbers
         columns = {name: epoch.column(name, numbers) for name in (*COUNT_COLUMNS, "num_padding")}
         attention = epoch.column("attention_tokens", numbers)

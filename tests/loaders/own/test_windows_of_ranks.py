@@ -8,23 +8,22 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from isobatch.common.errors import Cancelled
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.loaders.online._packer_door import RejectedSample
 from isobatch.loaders.online.lengths import LengthOptions
 from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.own.streams import StreamRecords
-from isobatch.loaders.online.own.windows import OwnWindows
 from isobatch.loaders.online.reader import RecordReader
 from isobatch.loaders.online.records import Records
-from isobatch.loaders.plan.steps import StepConfig, Steps
-from isobatch.loaders.plan.windows import WindowSettings
-from isobatch.loaders.ranks.exchange import Cancelled
+from isobatch.loaders.steps.steps import StepConfig, Steps
+from isobatch.loaders.steps.window_groups import WindowSettings
+from isobatch.loaders.steps.windows import WindowSource
 from isobatch.models.presets import load_model
 
 DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "3"))
@@ -139,15 +138,13 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
         settings = WindowSettings(
             window=max(1, window // 8) * world,
             first_window=max(1, window // 8) * world,
-            are_rounds=True,
             seed=0,
             balance=0.5,
             step_groups=world * micro_batches,
             loss_weights="token",
             ranks=world,
         )
-        build = SimpleNamespace(manifest=SimpleNamespace(model=counter.model))
-        source = OwnWindows(build, lengths, settings, {"dataset": "drawn"})
+        source = WindowSource(lengths, settings, {"dataset": "drawn"}, lengths)
         config = StepConfig(
             dp_rank=rank,
             dp_world_size=world,
@@ -173,7 +170,7 @@ def take_step(ranks):
     given, labels = [], 0
     for each, plan in zip(ranks, plans, strict=True):
         assert len(plan.micro_batches) == len(plans[0].micro_batches)
-        lengths = each._source.lengths
+        lengths = each._source.run.lengths
         for batch in plan.micro_batches:
             keys = np.array([part.group for part in batch], np.int64)
             assert set(keys.tolist()) <= lengths._reader.kept().keys()

@@ -1,6 +1,6 @@
 """The positions of all ranks of a run, in one process."""
 
-from isobatch.loaders.plan.steps import StepConfig, Steps
+from isobatch.loaders.steps.steps import StepConfig, Steps
 
 
 def make_ranks(source, world, micro_batches, *, seed=0, remainder="pad"):

@@ -23,7 +23,7 @@ from torch.nn import functional
 from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.plan.step_plan import StepTotals
+from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.media.frame_archive import pack_frames
 from isobatch.models.image_rules import AnyresRule, NativeRule, SplitsRule, TilesRule, VisionRule
 from isobatch.models.image_tokens import plan_image

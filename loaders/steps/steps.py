@@ -10,13 +10,12 @@ from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import repeat
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from isobatch.balance.loss_weights import LossNormalizer, LossWeights
-from isobatch.balance.order.global_shuffle import GlobalShuffle, GroupOrder, take_steps
-from isobatch.balance.order.mixture import MixedShuffle
+from isobatch.balance.order.global_shuffle import GroupOrder, take_steps
 from isobatch.balance.steps.step_planner import (
     StepAssignment,
     StepPlanner,
@@ -25,15 +24,10 @@ from isobatch.balance.steps.step_planner import (
 )
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import COUNT_COLUMNS, IntArray
-from isobatch.loaders.plan._saved_state import STATE_VERSION, checked_state
-from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
-from isobatch.loaders.plan.in_order import InOrder
-from isobatch.loaders.plan.loss_normalizer import StepNormalizer
-from isobatch.loaders.plan.mixed_groups import MixedEpoch, MixedGroups
-from isobatch.loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
-from isobatch.loaders.plan.step_plan import StepFigures, StepPlan, StepTotals
-from isobatch.loaders.plan.window_order import WindowOrder
-from isobatch.loaders.plan.windows import WindowGroups
+from isobatch.loaders.steps.loss_normalizer import StepNormalizer
+from isobatch.loaders.steps.saved_state import STATE_VERSION, checked_state
+from isobatch.loaders.steps.source import GroupSource, GroupTable, sample_counts
+from isobatch.loaders.steps.step_plan import StepFigures, StepPlan, StepTotals
 
 Remainder = Literal["pad", "drop", "split"]
 
@@ -60,7 +54,7 @@ class Steps:
 
     _stream: GroupOrder
     """Shared with plans and copies, so only a copy of it is moved."""
-    _groups: Epoch
+    _groups: GroupTable
     epoch: int
     """Epoch of the next step; after its last step, the epoch that `finish_epoch` ends."""
     _begun: GroupOrder
@@ -69,14 +63,12 @@ class Steps:
     """Samples of the steps given since then, on all ranks."""
 
     def __init__(
-        self, source: EpochSource, config: StepConfig, planner: StepPlanner | None = None
+        self, source: GroupSource[Any], config: StepConfig, planner: StepPlanner | None = None
     ) -> None:
         self._source, self._config, self._planner = source, config, planner
-        self._vision = f"num_{source.builds[0].manifest.model.vision_unit}"
+        self._vision = f"num_{source.model.vision_unit}"
         step_groups = config.dp_world_size * config.micro_batches
-        self._normalizer = StepNormalizer(
-            source.builds, config.loss_normalizer, config.loss_weights, step_groups
-        )
+        self._normalizer = StepNormalizer(config.loss_normalizer, config.loss_weights, step_groups)
         self.epoch = -1
         self._start(0)
 
@@ -125,7 +117,7 @@ class Steps:
         """This position: plain JSON, the same on every rank, for any number of ranks."""
         return {
             "version": STATE_VERSION,
-            "order": _order_name(self._source),
+            "order": self._source.order,
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),
@@ -179,14 +171,14 @@ class Steps:
         plans = self._stored(steps[:, self._config.dp_rank], totals, streams, figures)
         if self._planner is None:
             return plans
-        return [self._packed(self._planner, *each) for each in zip(steps, plans, strict=True)]
+        both = zip(steps, plans, strict=True)
+        return [self._packed(self._planner, step, plan) for step, plan in both]
 
     def move_past(self, plan: StepPlan) -> None:
         """Move to the position after `plan`, which a copy in the same epoch has made."""
         self._stream = plan.stream
         self._num_used += plan.totals.num_samples
-        if isinstance(plan.stream, WindowOrder):
-            plan.stream.forget_past()
+        self._source.forget(plan.stream)
 
     def finish_epoch(self) -> int:
         """Move to the next epoch; -> the number of samples left out of this one.
@@ -195,26 +187,16 @@ class Steps:
         """
         left_out = self._stream.copy().take(self._stream.remaining)
         num_samples = int(self._groups.column("num_samples", left_out).sum())
-        self._check_samples(num_samples)
-        stream = self._stream
-        self._start(
-            self.epoch + 1, stream.after_epoch() if isinstance(stream, WeightedOrder) else None
-        )
+        self._check_samples()
+        self._start(self.epoch + 1, self._source.next_state(self._stream))
         return num_samples
 
-    def _check_samples(self, left_out: int) -> None:
+    def _check_samples(self) -> None:
         """IsobatchError unless the steps since the epoch began here had every sample once."""
-        begun, ended, source = self._begun, self._stream, self._source
-        if isinstance(begun, WindowOrder | WeightedOrder):
-            there = begun.samples_until(cast("Any", ended))
-        elif source.num_samples is not None and begun.remaining == len(self._groups):
-            there = source.num_samples - left_out
-        else:
-            groups = begun.copy().take(begun.remaining)
-            there = int(self._groups.column("num_samples", groups).sum()) - left_out
-        if there != self._num_used:
+        expected = self._source.samples_between(self._groups, self._begun, self._stream)
+        if expected != self._num_used:
             raise IsobatchError(
-                f"epoch {self.epoch} should have used {there:,} samples and has used "
+                f"epoch {self.epoch} should have used {expected:,} samples and has used "
                 f"{self._num_used:,}: that is an error of Isobatch's; please report it"
             )
 
@@ -223,41 +205,16 @@ class Steps:
 
         ConfigError with `mixing_weights`: a position is then reached by steps alone.
         """
-        if isinstance(self._source, ScheduledGroups):
-            raise ConfigError(
-                f"epoch is {self.epoch}, and with mixing_weights the next one follows from its "
-                f"steps; load a state instead of setting epoch {epoch}"
-            )
+        self._source.require_start(epoch)
         self._start(epoch)
 
     def _start(self, epoch: int, state: dict[str, Any] | None = None) -> None:
-        groups, started = self._begin(epoch, state or {})
+        is_split = self._config.remainder == "split"
+        ranks = self._config.dp_world_size if is_split else 1
+        groups, stream = self._source.begin(epoch, state or {}, ranks)
         # only now: a stream that raised has changed nothing
-        self.epoch, self._groups, self._stream = epoch, groups, started
-        self._begun, self._num_used = started.copy(), 0
-
-    def _begin(self, epoch: int, stream: dict[str, Any]) -> tuple[Epoch, GroupOrder]:
-        """The groups of an epoch, and their order after the position `stream`."""
-        if isinstance(self._source, InOrder):
-            is_split = self._config.remainder == "split"
-            ranks = self._config.dp_world_size if is_split else 1
-            return self._source.cut(ranks, **stream)
-        if isinstance(self._source, WindowGroups):
-            return self._source.begin(epoch, stream)
-        if isinstance(self._source, ScheduledGroups):
-            return self._source.begin(stream or WeightedOrder(self._source).after_epoch())
-        # made once, because regrouping takes seconds
-        groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
-        options: dict[str, Any] = {
-            "seed": self._config.seed,
-            "epoch": epoch,
-            "balance": self._config.balance,
-        }
-        if isinstance(groups, MixedEpoch):
-            return groups, MixedShuffle(
-                sizes=groups.build_sizes, build_lookup=groups.of_builds, **options, **stream
-            )
-        return groups, GlobalShuffle(num_groups=len(groups), **options, **stream)
+        self.epoch, self._groups, self._stream = epoch, groups, stream
+        self._begun, self._num_used = stream.copy(), 0
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches
@@ -290,14 +247,14 @@ class Steps:
 
     def _stored(
         self,
-        own: IntArray,
+        steps: IntArray,
         totals: list[StepTotals],
         streams: list[GroupOrder],
         figures: StepFigures,
     ) -> list[StepPlan]:
-        """Plans of steps as the stream gave them; `own`: groups, shape (steps, micro_batches)."""
-        exists, is_padded = own >= 0, self._config.remainder == "pad"
-        selections = iter(self._groups.selections(own[exists]))
+        """Plans of steps as the stream gave them: this rank's groups, (steps, micro_batches)."""
+        exists, is_padded = steps >= 0, self._config.remainder == "pad"
+        selections = iter(self._groups.selections(steps[exists]))
         micro_batches = [
             tuple([next(selections) if there else () for there in step if there or is_padded])
             for step in exists.tolist()
@@ -306,19 +263,19 @@ class Steps:
         rows, tokens, audio_tokens = (
             values.sum(axis=1).tolist()
             for values in (
-                self._spread(own, self._vision),
+                self._spread(steps, self._vision),
                 figures.llm_tokens[:, self._config.dp_rank],
-                self._spread(own, "num_audio_tokens"),
+                self._spread(steps, "num_audio_tokens"),
             )
         )
         columns = micro_batches, totals, rows, tokens, audio_tokens, streams
-        return list(map(StepPlan, *columns, repeat(figures), range(len(own))))
+        return list(map(StepPlan, *columns, repeat(figures), range(len(steps))))
 
     def _packed(self, planner: StepPlanner, step: IntArray, plan: StepPlan) -> StepPlan:
         """The plan of a step as `planner` packs it; `step` has shape (dp, micro_batches)."""
         groups, rank = step[step >= 0], self._config.dp_rank
         refs = self._groups.samples(groups)
-        counts = sample_counts(self._source.builds, refs)
+        counts = sample_counts(self._groups, refs)
         sizes = self._spread(step, "num_samples")
         request = StepRequest(
             counts=counts,
@@ -333,13 +290,13 @@ class Steps:
         planning_s = time.perf_counter() - begun
         check_assignment(work, request)
         # This rank's part
-        own = work.micro_batches[rank]
+        part = work.micro_batches[rank]
         encoded = {name: ranks[rank] for name, ranks in work.encoders.items()}
-        with_images, with_clips = (encoded.get(name, own).samples for name in ("vision", "audio"))
+        with_images, with_clips = (encoded.get(name, part).samples for name in ("vision", "audio"))
         return plan._replace(
-            micro_batches=refs.select_batches(own),
+            micro_batches=refs.select_batches(part),
             num_pixel_rows=int(getattr(counts, self._vision)[with_images].sum()),
-            num_tokens=int(counts.seq_len[own.samples].sum()),
+            num_tokens=int(counts.seq_len[part.samples].sum()),
             num_audio_tokens=int(counts.num_audio_tokens[with_clips].sum()),
             figures=_packed_figures(plan.figures.part(plan.place, plan.place), work, request),
             place=0,
@@ -375,15 +332,6 @@ def _packed_figures(stored: StepFigures, work: StepAssignment, request: StepRequ
         llm_tokens=np.stack(llm_tokens)[None],
         complete=np.full((1, len(llm_tokens[0])), stored.complete.all()),
     )
-
-
-def _order_name(source: EpochSource) -> str:
-    """The name of a source's order in a state."""
-    if isinstance(source, InOrder):
-        return "stored"
-    if isinstance(source, WindowGroups):
-        return "windows by source" if source.settings.is_mixed else "windows"
-    return "mixed" if isinstance(source, MixedGroups | ScheduledGroups) else "alike"
 
 
 def _digest(content: bytes) -> str:

@@ -1,14 +1,14 @@
-"""Groups of several builds by weights that change from step to step.
+"""Groups of several builds by weights that change from step to step: `ScheduledSource`.
 
-For `loaders.plan.steps`. Each build is read in an endless random order of its own, pass after pass,
-and each step takes as many groups of it as its weight of that step asks for, those most alike as
-`balance` says. So a change of weights
-moves no build's position: nothing is lost, no group comes twice in a pass, and a state continues on
-any ranks, also with another schedule.
+For `loaders.steps.steps`. Each build is read in an endless random order of its own, pass after
+pass, and each step takes as many groups of it as its weight of that step asks for, those most alike
+as `balance` says. So a change of weights moves no build's position: nothing is lost, no group comes
+twice in a pass, and a state continues on any ranks, also with another schedule.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from fractions import Fraction
 from numbers import Real
 from typing import Any
@@ -27,8 +27,15 @@ from isobatch.balance.order.mixture import UNIT as GROUP_UNIT
 from isobatch.balance.order.mixture import figures_of, step_counts
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
-from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
-from isobatch.loaders.plan.mixed_groups import WEIGHT_DENOMINATOR, JointEpoch, joint_identity
+from isobatch.loaders.steps.build_groups import BuildSource, samples_left
+from isobatch.loaders.steps.mixture import (
+    WEIGHT_DENOMINATOR,
+    JointGroups,
+    builds_of,
+    joint_identity,
+    waiting_line,
+)
+from isobatch.loaders.steps.source import GroupSource, GroupTable
 
 MixingWeights = Mapping[str, float]
 """Weight of each build, by its URL or the last part of that; 0 for builds that are not named."""
@@ -81,7 +88,7 @@ class MixingSchedule:
     def _shares(self, weights: MixingWeights, step: int) -> list[Fraction]:
         if not isinstance(weights, Mapping):
             raise ConfigError(f"mixing_weights of step {step} are {weights!r}; give a dict")
-        found = [0.0] * len(self._urls)
+        of_builds = [0.0] * len(self._urls)
         for name, weight in weights.items():
             if str(name) not in self._places:
                 known = ", ".join(self._urls)
@@ -91,14 +98,16 @@ class MixingSchedule:
                 raise ConfigError(
                     f"mixing_weights of step {step} are {weight!r} for {name!r}; give 0 or more"
                 )
-            found[self._places[str(name)]] = float(weight)
-        if not any(found):
+            of_builds[self._places[str(name)]] = float(weight)
+        if not any(of_builds):
             raise ConfigError(f"mixing_weights of step {step} are all 0; give one above 0")
-        largest = max(found)
-        return [Fraction(each / largest).limit_denominator(WEIGHT_DENOMINATOR) for each in found]
+        largest = max(of_builds)
+        return [
+            Fraction(weight / largest).limit_denominator(WEIGHT_DENOMINATOR) for weight in of_builds
+        ]
 
 
-class ScheduledGroups(EpochSource):
+class ScheduledSource(GroupSource["WeightedOrder"]):
     """Builds, and what each step takes of them.
 
     An epoch has as many groups as one pass over the builds of the largest weight at its beginning,
@@ -106,43 +115,56 @@ class ScheduledGroups(EpochSource):
     the builds' next groups, with which the next epoch then goes on.
     """
 
+    order = "mixed"
+
     def __init__(
         self,
-        parts: Sequence[EpochSource],
+        parts: Sequence[BuildSource],
         schedule: MixingSchedule,
         seed: int,
         balance: float = 0.0,
     ) -> None:
         """`parts`: one source per build."""
-        self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
+        self.model, self.parts, self.schedule = parts[0].model, parts, schedule
         self.identity = joint_identity(parts, ["by step"] * len(parts))
-        self.parts, self.schedule, self.seed, self.balance = parts, schedule, seed, balance
-        self.num_samples = None
-        self._passes: dict[tuple[int, int], Epoch] = {}
+        self.seed, self.balance = seed, balance
+        self._passes: dict[tuple[int, int], GroupTable] = {}
         self._lock = threading.Lock()
 
-    def shares_at(self, step: int) -> list[float]:
-        """Weights of the builds at a step, relative to the largest."""
-        return list(map(float, self.schedule.shares(step)))
-
-    def epoch(self, number: int) -> "ScheduledEpoch":
-        """The groups of any epoch; `begin` gives how many it has."""
-        return self.begin(WeightedOrder(self).after_epoch())[0]
-
-    def prepare(self, number: int) -> None:
-        """Nothing: a pass prepares the next one when it begins."""
-
-    def begin(self, state: Mapping[str, Any]) -> "tuple[ScheduledEpoch, WeightedOrder]":
+    def begin(
+        self, epoch: int, state: dict[str, Any], ranks: int
+    ) -> "tuple[ScheduledGroups, WeightedOrder]":
         """An epoch, and the order of its groups after the position `state`."""
-        order = WeightedOrder(self, **state)
-        return ScheduledEpoch(self, order), order
+        order = WeightedOrder(self, **(state or WeightedOrder(self).next_state()))
+        return ScheduledGroups(self, order), order
 
-    def group_pass(self, part: int, number: int) -> Epoch:
+    def samples_between(
+        self, table: GroupTable, first: "WeightedOrder", last: "WeightedOrder"
+    ) -> int:
+        """Samples of the groups between two positions, by the builds' passes."""
+        return first.samples_until(last)
+
+    def next_state(self, position: "WeightedOrder") -> dict[str, Any]:
+        """The next epoch begins where the last step has ended."""
+        return position.next_state()
+
+    def require_start(self, epoch: int) -> None:
+        """ConfigError: a position is reached by steps alone."""
+        raise ConfigError(
+            f"with mixing_weights an epoch follows from the steps of the one before; load a state "
+            f"instead of setting epoch {epoch}"
+        )
+
+    def waiting_line(self, shape: tuple[int, int]) -> str:
+        """How long ranks will wait at the first step's weights, and what to do."""
+        return waiting_line(self.parts, list(map(float, self.schedule.shares(0))), shape)
+
+    def group_pass(self, part: int, number: int) -> GroupTable:
         """The groups of a build in one of its passes. In any thread."""
         with self._lock:
             if (part, number) not in self._passes:
                 self._passes.pop((part, number - KEPT_PASSES), None)
-                self._passes[part, number] = self.parts[part].epoch(number)
+                self._passes[part, number] = self.parts[part].table(number)
             return self._passes[part, number]
 
     def prepare_pass(self, part: int, number: int) -> None:
@@ -151,10 +173,11 @@ class ScheduledGroups(EpochSource):
             self.parts[part].prepare(number)
 
 
-class ScheduledEpoch(JointEpoch):
+class ScheduledGroups(JointGroups):
     """Groups of all passes of all builds, by number."""
 
-    def __init__(self, source: ScheduledGroups, order: "WeightedOrder") -> None:
+    def __init__(self, source: ScheduledSource, order: "WeightedOrder") -> None:
+        super().__init__(builds_of(source.parts))
         self._source, self._length, self._began = source, order.length, order.began
         self._passes = order.open_passes()
 
@@ -166,7 +189,7 @@ class ScheduledEpoch(JointEpoch):
         parts = zip(self._passes, self._source.schedule.shares(self._began), strict=True)
         return float(sum(groups.label_weights(weights) * share for groups, share in parts))
 
-    def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
+    def _find(self, groups: IntArray) -> Iterator[tuple[GroupTable, IntArray, IntArray]]:
         keys, rows = groups >> ROW_BITS, groups & _ROW
         for key in np.unique(keys).tolist():
             number, part = divmod(key, len(self._source.parts))
@@ -179,7 +202,7 @@ class WeightedOrder:
 
     def __init__(
         self,
-        source: ScheduledGroups,
+        source: ScheduledSource,
         *,
         step: int = 0,
         began: int = 0,
@@ -196,7 +219,7 @@ class WeightedOrder:
         self.length, self._given = length, given
         builds = builds or [(0, 0, 0)] * len(source.parts)
         self._passes, taken, self._owed = (
-            list(each) for each in zip(*[row[:3] for row in builds], strict=True)
+            list(column) for column in zip(*[row[:3] for row in builds], strict=True)
         )
         is_fit = len(builds) == len(source.parts) and not sum(self._owed)
         if not is_fit or min(step, began, length, given, *self._passes, *taken) < 0:
@@ -214,7 +237,7 @@ class WeightedOrder:
     def take(self, count: int) -> IntArray:
         """The next `count` groups by the weights of this step, build after build, int64."""
         counts = self._share(count)
-        taken = [np.empty(0, np.int64), *(self._take(*each) for each in enumerate(counts))]
+        taken = [_NONE, *(self._take(part, number) for part, number in enumerate(counts))]
         self._given += count
         return np.concatenate(taken)
 
@@ -241,17 +264,16 @@ class WeightedOrder:
             ],
         }
 
-    def after_epoch(self) -> dict[str, Any]:
+    def next_state(self) -> dict[str, Any]:
         """State at the beginning of the next epoch."""
         length = sum(map(int, self._loads()))
         return {**self.state(), "began": self.step, "length": length, "given": 0}
 
     def copy(self) -> "WeightedOrder":
         """An order in the same state that moves independently."""
-        twin = object.__new__(WeightedOrder)
-        own = {"_passes": list(self._passes), "_owed": list(self._owed)}
-        orders = {"_orders": [order.copy() for order in self._orders]}
-        twin.__dict__.update(self.__dict__ | own | orders)
+        twin = copy(self)
+        twin._passes, twin._owed = [*self._passes], [*self._owed]
+        twin._orders = [order.copy() for order in self._orders]
         return twin
 
     def samples_until(self, later: "WeightedOrder") -> int:
@@ -260,12 +282,12 @@ class WeightedOrder:
         for part, source in enumerate(self._source.parts):
             passes = later._passes[part] - self._passes[part]
             between += passes * (source.num_samples or 0)
-            between += self._left(part) - later._left(part)
+            between += self._samples_left(part) - later._samples_left(part)
         return between
 
-    def open_passes(self) -> list[Epoch]:
+    def open_passes(self) -> list[GroupTable]:
         """The pass of each build that its next group is in."""
-        return [self._source.group_pass(*each) for each in enumerate(self._passes)]
+        return [self._source.group_pass(part, number) for part, number in enumerate(self._passes)]
 
     def _order_of(
         self, part: int, number: int, consumed: int, spare: Sequence[int] = ()
@@ -280,11 +302,9 @@ class WeightedOrder:
             spare=spare,
         )
 
-    def _left(self, part: int) -> int:
+    def _samples_left(self, part: int) -> int:
         """Samples that are still to come of a build's pass."""
-        order = self._orders[part].copy()
-        groups = self._source.group_pass(part, self._passes[part])
-        return int(groups.column("num_samples", order.take(order.remaining)).sum())
+        return samples_left(self._source.group_pass(part, self._passes[part]), self._orders[part])
 
     def _loads(self) -> list[Fraction]:
         """Groups of each build in an epoch of this step's weights; one at least in all."""
@@ -304,14 +324,14 @@ class WeightedOrder:
         """
         owed, expected = self._owed_with(count)
         active = [part for part, share in enumerate(expected) if share]
-        counts = [max(0, each // UNIT) for each in owed]
+        counts = [max(0, debt // UNIT) for debt in owed]
         while (missing := count - sum(counts)) != 0:
             sign = 1 if missing > 0 else -1
             open_to = [part for part in active if sign > 0 or counts[part]]
             # the one that is furthest from what it is owed
             part = max(open_to, key=lambda part: sign * (owed[part] - UNIT * counts[part]))
             counts[part] += sign
-        self._owed = [each - UNIT * taken for each, taken in zip(owed, counts, strict=True)]
+        self._owed = [debt - UNIT * taken for debt, taken in zip(owed, counts, strict=True)]
         return counts
 
     def _owed_with(self, count: int) -> tuple[list[int], list[int]]:
@@ -341,7 +361,7 @@ class WeightedOrder:
         ]
         sums = [np.array([int(load[kind].sum()) for load in costs]) for kind in (0, 1)]
         shares = np.array(expected) // (UNIT // GROUP_UNIT)
-        figures = figures_of(shares, sums, sizes, np.array([each.sum() for each in samples]))
+        figures = figures_of(shares, sums, sizes, np.array([numbers.sum() for numbers in samples]))
         debt = np.array(owed) // (UNIT // GROUP_UNIT) - shares
         # a pass that ends goes on with the next
         available = np.where(np.array(expected) > 0, count, 0)
@@ -355,7 +375,7 @@ class WeightedOrder:
                 chosen = nearest(*costs[part], number, order.tolerance)
                 taken.append(pools[part][chosen])
                 order.remove(chosen)
-        self._owed = [each - UNIT * number for each, number in zip(owed, counts, strict=True)]
+        self._owed = [owing - UNIT * number for owing, number in zip(owed, counts, strict=True)]
         self._given += count
         return np.concatenate(taken)
 
@@ -366,12 +386,12 @@ class WeightedOrder:
         return self._numbered(part, self._orders[part].candidates(count))
 
     def _numbered(self, part: int, rows: IntArray) -> IntArray:
-        """Groups of a build's pass as numbers of `ScheduledEpoch`."""
+        """Groups of a build's pass as numbers of `ScheduledGroups`."""
         first = (self._passes[part] * len(self._passes) + part) << ROW_BITS
         return np.asarray(rows + first, np.int64)
 
     def _take(self, part: int, count: int) -> IntArray:
-        """The next groups of a build, across its passes, as numbers of `ScheduledEpoch`."""
+        """The next groups of a build, across its passes, as numbers of `ScheduledGroups`."""
         parts = [np.empty(0, np.int64)]
         while count:
             number, order = self._passes[part], self._orders[part]

@@ -1,4 +1,4 @@
-"""`InOrder`: every sample once in stored order, for evaluation.
+"""`StoredSource`: every sample once in stored order, for evaluation.
 
 A last round of fewer groups than ranks would leave ranks without a micro-batch, and FSDP would wait
 for them forever. So as many samples from the end as are missing are given singly: all ranks then
@@ -13,36 +13,33 @@ import numpy as np
 
 from isobatch.balance.order.global_shuffle import LoadLookup, unfit_state
 from isobatch.common.types import BoolArray, Groups, IntArray, Limits
-from isobatch.loaders.plan.epoch_groups import (
-    EpochSource,
+from isobatch.loaders.steps.build_groups import (
     PlannedBuild,
     SampleGroups,
     choice_digest,
     join_groups,
     pack_chosen,
 )
+from isobatch.loaders.steps.source import GroupSource, GroupTable
 
 
-class InOrder(EpochSource):
+class StoredSource(GroupSource["StoredOrder"]):
     """The groups of all builds, build after build, the same in every epoch."""
+
+    order = "stored"
 
     def __init__(
         self, builds: Sequence[PlannedBuild], chosen: Sequence[BoolArray] | None = None
     ) -> None:
         """`chosen`: for each build, whether each of its samples is."""
-        self.builds = builds
+        self.model, self._builds = builds[0].manifest.model, builds
         hashes = "\n".join(build.manifest.hash for build in builds)
         self.identity = {"manifest_hash": hashes, "regroup": None}
-        self.num_samples = sum(build.manifest.num_packed for build in builds)
+        masks: Sequence[BoolArray | None] = [None] * len(builds) if chosen is None else chosen
         if chosen is not None:
             self.identity["samples"] = choice_digest(np.concatenate(chosen))
-            self.num_samples = sum(int(np.count_nonzero(each)) for each in chosen)
-        self._tables = [build.samples for build in builds]
-        firsts = np.cumsum([0, *(table.offsets[-1] for table in self._tables)])
-        parts = [
-            pack_chosen(build, None if chosen is None else chosen[place])
-            for place, build in enumerate(builds)
-        ]
+        firsts = np.cumsum([0, *(build.samples.offsets[-1] for build in builds)])
+        parts = [pack_chosen(build, mask) for build, mask in zip(builds, masks, strict=True)]
         self._groups = join_groups(
             [
                 Groups(part.samples + first, part.offsets)
@@ -50,22 +47,27 @@ class InOrder(EpochSource):
             ]
         )
 
-    def epoch(self, number: int) -> SampleGroups:
-        """The same in every epoch."""
-        return self._epoch(self._groups)
+    def begin(
+        self, epoch: int, state: dict[str, Any], ranks: int
+    ) -> "tuple[SampleGroups, StoredOrder]":
+        """Micro-batches for so many ranks, and their order after as many samples as `state` says.
 
-    def prepare(self, number: int) -> None:
-        """Nothing."""
+        The same in every epoch.
+        """
+        groups, begun = self._groups, _begun(**state)
+        if not 0 <= begun <= len(groups.samples):
+            raise unfit_state(f"{begun} of {len(groups.samples)} samples")
+        borders = cut_borders(groups.offsets, begun, ranks)
+        table = SampleGroups(self._builds, Groups(groups.samples, borders))
+        return table, StoredOrder(borders, begun)
 
-    def cut(self, ranks: int, samples: int = 0) -> "tuple[SampleGroups, StoredOrder]":
-        """Micro-batches for so many ranks, and their order after `samples` samples."""
-        if not 0 <= samples <= len(self._groups.samples):
-            raise unfit_state(f"{samples} of {len(self._groups.samples)} samples")
-        borders = cut_borders(self._groups.offsets, samples, ranks)
-        return self._epoch(Groups(self._groups.samples, borders)), StoredOrder(borders, samples)
+    def samples_between(self, table: GroupTable, first: "StoredOrder", last: "StoredOrder") -> int:
+        """Samples between two positions."""
+        return last.num_taken - first.num_taken
 
-    def _epoch(self, groups: Groups) -> SampleGroups:
-        return SampleGroups(self._tables, groups)
+
+def _begun(samples: int = 0) -> int:
+    return samples
 
 
 def group_in_order(
@@ -77,17 +79,18 @@ def group_in_order(
 
     >>> caps = Limits(max_seq_len=9, max_vision=9, min_seq_len=9, min_vision=9)
     >>> lengths = np.array([4, 4, 2, 20, 3])
-    >>> made, left = group_in_order(lengths * 0, lengths, caps, packing=True, is_last=False)
-    >>> made.offsets.tolist(), left.tolist()
+    >>> groups, rest = group_in_order(lengths * 0, lengths, caps, packing=True, is_last=False)
+    >>> groups.offsets.tolist(), rest.tolist()
     ([0, 2, 3, 4], [4])
     """
-    borders, images, own, longest = [0], 0, 0, 0
+    borders = [0]
+    images = total = longest = 0
     for place, (image, length) in enumerate(zip(vision.tolist(), tokens.tolist(), strict=True)):
-        images, own, longest = images + image, own + length, max(longest, length)
-        used = own if packing else longest * (place + 1 - borders[-1])
+        images, total, longest = images + image, total + length, max(longest, length)
+        used = total if packing else longest * (place + 1 - borders[-1])
         if (used > limits.max_seq_len or images > limits.max_vision) and place > borders[-1]:
             borders.append(place)
-            images, own, longest = image, length, length
+            images, total, longest = image, length, length
     if is_last:
         borders.append(len(tokens))
     offsets = np.array(borders, np.int64)
@@ -99,8 +102,8 @@ def cut_groups(groups: Groups, ranks: int, before: int = 0) -> Groups:
     return Groups(groups.samples, cut_borders(groups.offsets, 0, ranks, before))
 
 
-def cut_borders(borders: IntArray, given: int, ranks: int, before: int = 0) -> IntArray:
-    """Borders of groups, one at `given`, and such that those after it are a multiple of `ranks`.
+def cut_borders(borders: IntArray, begun: int, ranks: int, before: int = 0) -> IntArray:
+    """Borders of groups, one at `begun`, and such that those after it are a multiple of `ranks`.
 
     The samples from the end are parted first; fewer samples than that are parted one by one.
     Groups `before` these count too.
@@ -109,19 +112,24 @@ def cut_borders(borders: IntArray, given: int, ranks: int, before: int = 0) -> I
     [0, 3, 4, 5, 6]
     """
     is_border = np.zeros(int(borders[-1]) + 1, bool)
-    is_border[borders] = is_border[given] = True
-    missing = -(before + int(is_border[given + 1 :].sum())) % ranks
-    inner = given + np.flatnonzero(~is_border[given:])
+    is_border[borders] = is_border[begun] = True
+    missing = -(before + int(is_border[begun + 1 :].sum())) % ranks
+    inner = begun + np.flatnonzero(~is_border[begun:])
     is_border[inner[max(0, len(inner) - missing) :]] = True
     return np.flatnonzero(is_border)
 
 
 class StoredOrder:
-    """Groups one after the other, dealt to ranks in turn. Its state is the samples given."""
+    """Groups one after the other, dealt to ranks in turn. Its state is the samples taken."""
 
-    def __init__(self, borders: IntArray, given: int) -> None:
-        """`borders` of the groups in samples; `given` is one of them."""
-        self._borders, self._next = borders, int(np.searchsorted(borders, given))
+    def __init__(self, borders: IntArray, begun: int) -> None:
+        """`borders` of the groups in samples; `begun` is one of them."""
+        self._borders, self._next = borders, int(np.searchsorted(borders, begun))
+
+    @property
+    def num_taken(self) -> int:
+        """Samples of the groups that are past."""
+        return int(self._borders[self._next])
 
     @property
     def remaining(self) -> int:
@@ -142,8 +150,8 @@ class StoredOrder:
         return step.reshape(micro_batches, dp).T
 
     def state(self) -> dict[str, Any]:
-        """Keywords of `InOrder.cut`, plain JSON, with which an order continues exactly here."""
-        return {"samples": int(self._borders[self._next])}
+        """What `StoredSource.begin` takes, plain JSON, to continue exactly here."""
+        return {"samples": self.num_taken}
 
     def copy(self) -> "StoredOrder":
         """An order in the same state that moves independently."""

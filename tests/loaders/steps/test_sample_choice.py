@@ -8,8 +8,8 @@ import xxhash
 
 from isobatch.common.errors import ConfigError
 from isobatch.loaders import StreamingLoader
-from isobatch.loaders.plan.epoch_groups import KEPT_LOAD, pack_chosen
 from isobatch.loaders.read.build import Build, open_builds
+from isobatch.loaders.steps.build_groups import KEPT_LOAD, pack_chosen
 from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
 
 NUM_SAMPLES = 400

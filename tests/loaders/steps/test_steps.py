@@ -16,11 +16,12 @@ from isobatch.balance.steps.step_planner import StepAssignment
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups
 from isobatch.loaders import StreamingLoader
-from isobatch.loaders.plan.epoch_groups import Regrouped, StoredGroups, sample_counts
-from isobatch.loaders.plan.mixed_groups import MixedEpoch, MixedGroups
-from isobatch.loaders.plan.steps import StepConfig, Steps
 from isobatch.loaders.read.build import open_builds
 from isobatch.loaders.stats import Meter
+from isobatch.loaders.steps.build_groups import BuildSource
+from isobatch.loaders.steps.mixture import MixedGroups, MixedSource
+from isobatch.loaders.steps.source import sample_counts
+from isobatch.loaders.steps.steps import StepConfig, Steps
 from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample
 from support.loading.step_planners import dispatch, repack
@@ -122,15 +123,16 @@ def test_every_sample_once_per_epoch_whatever_the_ranks(
 def make_source(kind, builds):
     if kind == "mixed":
         return mixed(builds, [1.0] * len(builds))
-    return Regrouped(builds[0], 0, 16) if kind == "regrouped" else StoredGroups(builds[0])
+    return part_of(builds[0], window_groups=16 if kind == "regrouped" else None)
 
 
-def mixed(builds, weights, part=StoredGroups):
-    return MixedGroups([part(one, place=place) for place, one in enumerate(builds)], weights, 0)
+def part_of(build, number=0, window_groups=None):
+    return BuildSource(build, number, seed=0, balance=0.5, window_groups=window_groups)
 
 
-def regrouped(build, place):
-    return Regrouped(build, 0, 16, place=place)
+def mixed(builds, weights, window_groups=None):
+    parts = [part_of(build, number, window_groups) for number, build in enumerate(builds)]
+    return MixedSource(parts, weights, 0, 0.5)
 
 
 def check_step(plans, given, builds):
@@ -158,7 +160,7 @@ def check_step(plans, given, builds):
 
 
 def test_hundreds_of_ranks_share_every_sample(build):
-    source, world = StoredGroups(build), 512
+    source, world = part_of(build), 512
     seen: Counter[tuple[int, int]] = Counter()
     for rank in range(world):
         steps = make_steps(source, rank, world)
@@ -170,7 +172,7 @@ def test_hundreds_of_ranks_share_every_sample(build):
 
 @pytest.mark.parametrize("world", [2, 8, 1000])
 def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, world):
-    steps, meter = make_steps(StoredGroups(build), 0, world, micro_batches=2), Meter()
+    steps, meter = make_steps(part_of(build), 0, world, micro_batches=2), Meter()
     while steps.remaining:
         meter.add_step(steps.plan(1)[0], 0, 0.0)
     everyone = np.arange(len(build.index))
@@ -186,11 +188,11 @@ def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, 
 
 
 def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the_background(build):
-    source, ahead = Regrouped(build, 0, 16), Regrouped(build, 0, 16)
+    source, ahead = part_of(build, 0, 16), part_of(build, 0, 16)
     table, groups_of = build.samples, []
     for number in range(2):
         ahead.prepare(number)
-        epoch, again = source.epoch(number), ahead.epoch(number)
+        epoch, again = source.table(number), ahead.table(number)
         everyone = np.arange(len(epoch))
         made, made_again = epoch.samples(everyone), again.samples(everyone)
         np.testing.assert_array_equal(made.groups, made_again.groups)
@@ -204,12 +206,12 @@ def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the
     assert len(groups_of[0] & groups_of[1]) < len(groups_of[0]) / 4
 
 
-@pytest.mark.parametrize("part", [StoredGroups, regrouped])
-def test_mixed_epochs_are_the_same_when_made_in_the_background(others, part):
-    source, ahead = (mixed(others, [5.0, 2.0], part) for _ in range(2))
+@pytest.mark.parametrize("window_groups", [None, 16])
+def test_mixed_epochs_are_the_same_when_made_in_the_background(others, window_groups):
+    source, ahead = (mixed(others, [5.0, 2.0], window_groups) for _ in range(2))
     for number in (0, 1, 2, 1):
         ahead.prepare(number)
-        epoch, again = source.epoch(number), ahead.epoch(number)
+        epoch, again = source.table(number), ahead.table(number)
         selections = [each.selections(np.arange(len(each))) for each in (epoch, again)]
         assert selections[0] == selections[1]
 
@@ -219,7 +221,7 @@ def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
     times: Counter[tuple[int, int]] = Counter()
     num_groups = [one.manifest.num_groups for one in others]
     for number in range(5):
-        epoch = source.epoch(number)
+        epoch = source.table(number)
         items = epoch.selections(np.arange(len(epoch)))
         times.update((pick.build, pick.group) for item in items for pick in item)
         assert all(times[0, group] == number + 1 for group in range(num_groups[0]))
@@ -244,7 +246,7 @@ def test_groups_of_a_large_build_in_part_are_those_that_were_chosen():
     masks = [rng.random(size) < share for size, share in ((150_000, 0.4), (300_000, 1e-4))]
     masks[0][65_536:131_072] = False  # a block of which none is chosen
     pieces = [(Numbers(len(masks[0])), masks[0]), (Numbers(7), None), (Numbers(300_000), masks[1])]
-    epoch = MixedEpoch(pieces, np.zeros(len(pieces), np.int64))
+    epoch = MixedGroups([], pieces, np.zeros(len(pieces), np.int64))
     expected = np.concatenate([np.flatnonzero(masks[0]), np.arange(7), np.flatnonzero(masks[1])])
     assert len(epoch) == len(expected)
     groups = rng.permutation(len(expected))
@@ -252,15 +254,12 @@ def test_groups_of_a_large_build_in_part_are_those_that_were_chosen():
 
 
 def test_regrouped_builds_keep_their_weights_and_every_pass_is_whole(others):
-    def regrouped(one, place):
-        return Regrouped(one, 0, 16, place=place)
-
-    source, again = mixed(others, [5.0, 2.0], regrouped), mixed(others, [5.0, 2.0], regrouped)
+    source, again = mixed(others, [5.0, 2.0], 16), mixed(others, [5.0, 2.0], 16)
     times: Counter[tuple[int, int]] = Counter()
     groups_of = []
     for number in range(5):
         again.prepare(number)
-        epoch, same = source.epoch(number), again.epoch(number)
+        epoch, same = source.table(number), again.table(number)
         items = epoch.selections(np.arange(len(epoch)))
         assert items == same.selections(np.arange(len(same)))
         everyone = np.arange(len(epoch))[::-1]
@@ -268,7 +267,7 @@ def test_regrouped_builds_keep_their_weights_and_every_pass_is_whole(others):
         assert list(samples_of([refs.select(np.arange(len(refs.places)))], others)) == list(
             samples_of(reversed(items), others)
         )
-        num_loss = sum(sample_counts(others, refs).num_loss_tokens)
+        num_loss = sum(sample_counts(epoch, refs).num_loss_tokens)
         assert epoch.column("num_loss_tokens", everyone).sum() == num_loss
         groups_of.append({item for item in items if item[0].build == 0})
         times.update(samples_of(items, others))
@@ -309,7 +308,7 @@ def test_a_planner_that_loses_or_repeats_a_sample_is_refused(build, spoil, messa
         return StepAssignment(micro_batches=(spoil(work.micro_batches[0]), *work.micro_batches[1:]))
 
     with pytest.raises(ConfigError, match=message):
-        make_steps(StoredGroups(build), 0, 2, planner=planner).plan(1)
+        make_steps(part_of(build), 0, 2, planner=planner).plan(1)
 
 
 def test_tables_that_are_missing_or_of_another_build_are_refused(tmp_path):

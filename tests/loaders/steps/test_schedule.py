@@ -8,9 +8,9 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.loaders import StreamingLoader
-from isobatch.loaders.plan.epoch_groups import Regrouped, StoredGroups
-from isobatch.loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
 from isobatch.loaders.read.build import open_builds
+from isobatch.loaders.steps.build_groups import BuildSource
+from isobatch.loaders.steps.schedule import MixingSchedule, ScheduledSource
 from support.builds.sample_tables import write_texts
 from support.cases import for_each
 from support.loading.rank_steps import make_ranks
@@ -36,10 +36,10 @@ def builds(urls):
 
 def make_source(builds, schedule, regrouped=False):
     parts = [
-        Regrouped(build, 0, 16, place=place) if regrouped else StoredGroups(build, place)
-        for place, build in enumerate(builds)
+        BuildSource(build, number, window_groups=16 if regrouped else None)
+        for number, build in enumerate(builds)
     ]
-    return ScheduledGroups(parts, MixingSchedule(schedule, list(SIZES)), seed=3)
+    return ScheduledSource(parts, MixingSchedule(schedule, list(SIZES)), seed=3)
 
 
 def resumed(source, world, micro_batches, state=None):

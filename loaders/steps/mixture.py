@@ -1,35 +1,43 @@
-"""Groups of several builds in one stream, by weights.
+"""Groups of several builds in one stream, by weights: `MixedSource`.
 
-For `loaders.plan.steps`. Each build is a part with passes of its own: stored, of chosen samples, or
-grouped again in each pass. No group comes twice in a pass, and none is ever lost.
+For `loaders.steps.steps`. Each build is a part with passes of its own: stored, of chosen samples,
+or grouped again in each pass. No group comes twice in a pass, and none is ever lost.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from isobatch.balance.loss_weights import LossWeights
-from isobatch.balance.order.mixture import UNIT, figures_of, predicted_waiting
+from isobatch.balance.order.mixture import UNIT, MixedShuffle, figures_of, predicted_waiting
 from isobatch.balance.rng import SHUFFLE, permutation_mask
 from isobatch.common.types import BoolArray, IntArray
-from isobatch.loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
-from isobatch.loaders.plan.selection import SampleRefs, Selection
+from isobatch.loaders.steps.build_groups import (
+    BuildSource,
+    BuildTable,
+    PlannedBuild,
+    PreparedTables,
+    ShuffledSource,
+)
+from isobatch.loaders.steps.selection import SampleRefs, Selection
+from isobatch.loaders.steps.source import GroupTable
 
 WAITING = 0.05
 """Share of ranks' time from which on `waiting_line` says something."""
 DRAWN_GROUPS = 1024
 """Groups of a build whose loads say how much builds differ."""
-Piece = tuple[Epoch, BoolArray | None]
-"""An epoch, and whether each of its groups is in; None for all."""
+Piece = tuple[GroupTable, BoolArray | None]
+"""A pass over a build, and whether each of its groups is in; None for all."""
 BLOCK = 1 << 16
 WEIGHT_DENOMINATOR = 10**6
 """Largest denominator of a weight as a fraction, so that every machine counts the same groups."""
 
 
-class MixedGroups:
+class MixedSource(ShuffledSource):
     """Groups of several builds, numbered as one, so that each step mixes them.
 
     An epoch is one pass over the builds of the largest weight, and weight / largest of a pass over
@@ -37,33 +45,52 @@ class MixedGroups:
     passes: so its caps hold, weights stay exact, and a pass over several epochs loses nothing.
     """
 
-    def __init__(self, parts: Sequence[EpochSource], weights: Sequence[float], seed: int) -> None:
+    order = "mixed"
+
+    def __init__(
+        self, parts: Sequence[BuildSource], weights: Sequence[float], seed: int, balance: float
+    ) -> None:
         """`parts`: one source per build."""
-        self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
-        self.parts, self._seed = parts, seed
+        super().__init__(seed, balance)
+        self.parts, self.model = parts, parts[0].model
         exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
         self._shares = [weight / max(exact) for weight in exact]
         self.identity = joint_identity(parts, list(map(str, self._shares)))
-        numbers = [part.num_samples or 0 for part in parts]
-        self.num_samples = sum(numbers) if set(self._shares) == {1} else None
-        self._epochs = PreparedEpochs(self._make)
+        sizes = [part.num_samples or 0 for part in parts]
+        self.num_samples = sum(sizes) if set(self._shares) == {1} else None
+        self._tables = PreparedTables(self._mixed)
 
-    def shares_at(self, step: int) -> list[float]:
-        """Weights of the builds, relative to the largest; the same at every step."""
-        return list(map(float, self._shares))
+    def begin(
+        self, epoch: int, state: dict[str, Any], ranks: int
+    ) -> tuple[GroupTable, MixedShuffle]:
+        """Each build's share of its groups, and their order after the position `state`."""
+        table = self.table(epoch)
+        order = MixedShuffle(
+            sizes=table.build_sizes,
+            build_lookup=table.of_builds,
+            seed=self._seed,
+            epoch=epoch,
+            balance=self._balance,
+            **state,
+        )
+        return table, order
 
-    def epoch(self, number: int) -> "MixedEpoch":
+    def table(self, epoch: int) -> "MixedGroups":
         """Each build's share of its groups."""
-        return self._epochs.get(number)
+        return self._tables.get(epoch)
 
-    def prepare(self, number: int) -> None:
+    def prepare(self, epoch: int) -> None:
         """Start to make that epoch in a thread: parts of large builds take a second."""
-        self._epochs.prepare(number)
+        self._tables.prepare(epoch)
 
-    def _make(self, number: int) -> "MixedEpoch":
-        pieces = [self._pieces(part, number) for part in range(len(self.parts))]
+    def waiting_line(self, shape: tuple[int, int]) -> str:
+        """How long ranks will wait since builds' groups differ, and what to do."""
+        return waiting_line(self.parts, list(map(float, self._shares)), shape)
+
+    def _mixed(self, epoch: int) -> "MixedGroups":
+        pieces = [self._pieces(part, epoch) for part in range(len(self.parts))]
         builds = np.repeat(np.arange(len(pieces)), list(map(len, pieces)))
-        return MixedEpoch([piece for part in pieces for piece in part], builds)
+        return MixedGroups(self.parts, [piece for part in pieces for piece in part], builds)
 
     def _pieces(self, part: int, number: int) -> list[Piece]:
         """A build's groups of an epoch, ascending: the next stretch of its passes.
@@ -73,7 +100,7 @@ class MixedGroups:
         start, stop = (self._shares[part] * end for end in (number, number + 1))
         pieces: list[Piece] = []
         for turn in range(int(start), int(-(-stop // 1))):
-            groups = self.parts[part].epoch(turn)
+            groups = self.parts[part].table(turn)
             size = len(groups)
             first = int(max(start - turn, Fraction(0)) * size)
             end = int(min(stop - turn, Fraction(1)) * size)
@@ -89,23 +116,25 @@ class MixedGroups:
 
 
 def waiting_line(
-    parts: Sequence[EpochSource], weights: Sequence[float], shape: tuple[int, int]
+    parts: Sequence[BuildSource], weights: Sequence[float], shape: tuple[int, int]
 ) -> str:
     """How long ranks will wait since builds' groups differ, and what to do; empty if they do not.
 
     `shape` is (dp, micro_batches).
     """
-    epochs = [part.epoch(0) for part in parts]
-    vision = f"num_{parts[0].builds[0].manifest.model.vision_unit}"
-    drawn = [np.arange(min(len(epoch), DRAWN_GROUPS)) for epoch in epochs]
+    tables = [part.table(0) for part in parts]
+    vision = f"num_{parts[0].model.vision_unit}"
+    drawn = [np.arange(min(len(table), DRAWN_GROUPS)) for table in tables]
     sizes = np.array(list(map(len, drawn)))
 
     def sums(*names: str) -> IntArray:
-        both = zip(epochs, drawn, strict=True)
-        return np.array([sum(int(e.column(n, rows).sum()) for n in names) for e, rows in both])
+        both = zip(tables, drawn, strict=True)
+        return np.array(
+            [sum(int(table.column(name, rows).sum()) for name in names) for table, rows in both]
+        )
 
     loads = sums(vision), sums("num_image_tokens", "num_text_tokens", "num_audio_tokens")
-    groups = np.array([w * len(epoch) for w, epoch in zip(weights, epochs, strict=True)])
+    groups = np.array([w * len(table) for w, table in zip(weights, tables, strict=True)])
     if not groups.sum():
         return ""
 
@@ -128,66 +157,66 @@ def waiting_line(
     )
 
 
-class JointEpoch(ABC):
-    """Groups out of several epochs, numbered as one; subclasses say how (`_find`)."""
+class JointGroups(BuildTable, ABC):
+    """Groups out of several tables, numbered as one; subclasses say how (`_find`)."""
 
     @abstractmethod
-    def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
-        """(epoch, places in `groups`, its own numbers) of each epoch that has some."""
+    def _find(self, groups: IntArray) -> Iterator[tuple[GroupTable, IntArray, IntArray]]:
+        """(table, places in `groups`, numbers in the table) of each table that has some."""
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column for `groups`, int64, same shape."""
         values = np.empty(len(groups), np.int64)
-        for epoch, places, rows in self._find(groups):
-            values[places] = epoch.column(name, rows)
+        for table, places, rows in self._find(groups):
+            values[places] = table.column(name, rows)
         return values
 
     def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Build of each group, and its number there."""
         builds, numbers = np.empty((2, len(groups)), np.int64)
-        for epoch, places, rows in self._find(groups):
-            builds[places], numbers[places] = epoch.origins(rows)
+        for table, places, rows in self._find(groups):
+            builds[places], numbers[places] = table.origins(rows)
         return builds, numbers
 
     def selections(self, groups: IntArray) -> list[Selection]:
         """What to read for each of the groups."""
-        found: dict[int, Selection] = {}
-        for epoch, places, rows in self._find(groups):
-            found |= zip(places.tolist(), epoch.selections(rows), strict=True)
-        return [found[place] for place in range(len(groups))]
+        selections: dict[int, Selection] = {}
+        for table, places, rows in self._find(groups):
+            selections |= zip(places.tolist(), table.selections(rows), strict=True)
+        return [selections[place] for place in range(len(groups))]
 
     def samples(self, groups: IntArray) -> SampleRefs:
         """All samples of the groups, group after group."""
-        found = list(self._find(groups))
-        refs = [epoch.samples(rows) for epoch, _, rows in found]
+        none = np.empty(0, np.int64)
+        refs, places = [SampleRefs(none, none, none)], [none]
+        for table, table_places, rows in self._find(groups):
+            refs.append(table.samples(rows))
+            places.append(np.repeat(table_places, table.column("num_samples", rows)))
         # of each sample, the place of its group in `groups`
-        places = np.concatenate([np.empty(0, np.int64), *(places for _, places, _ in found)])
-        order = np.argsort(
-            np.repeat(places, self.column("num_samples", groups)[places]), kind="stable"
-        )
+        order = np.argsort(np.concatenate(places), kind="stable")
         return SampleRefs(
-            *(
-                np.concatenate([np.empty(0, np.int64), *(getattr(each, name) for each in refs)])[
-                    order
-                ]
-                for name in ("builds", "groups", "places")
-            )
+            builds=np.concatenate([part.builds for part in refs])[order],
+            groups=np.concatenate([part.groups for part in refs])[order],
+            places=np.concatenate([part.places for part in refs])[order],
         )
 
 
-class MixedEpoch(JointEpoch):
-    """Groups of several epochs, numbered as one: those of the first, then those of the second, ...
+class MixedGroups(JointGroups):
+    """Groups of several passes, numbered as one: those of the first, then those of the second, ...
 
-    Keeps 2 bytes per group of epochs that are here in part, and nothing of those that are whole.
+    Keeps 2 bytes per group of passes that are here in part, and nothing of those that are whole.
     """
 
-    def __init__(self, pieces: Sequence[Piece], builds: IntArray) -> None:
+    def __init__(
+        self, parts: Sequence[BuildSource], pieces: Sequence[Piece], builds: IntArray
+    ) -> None:
         """`builds`: number of each piece's build."""
-        self._builds = builds
+        super().__init__(builds_of(parts))
+        self._build_numbers = builds
         self._pieces = [
-            (epoch, None if chosen is None else _ChosenRows(chosen)) for epoch, chosen in pieces
+            (table, None if chosen is None else _ChosenRows(chosen)) for table, chosen in pieces
         ]
-        sizes = [len(epoch) if rows is None else len(rows) for epoch, rows in self._pieces]
+        sizes = [len(table) if rows is None else len(rows) for table, rows in self._pieces]
         self._firsts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
@@ -196,28 +225,28 @@ class MixedEpoch(JointEpoch):
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if each build's groups here have the mean of all its groups."""
         total = 0.0
-        for (epoch, _), size in zip(self._pieces, np.diff(self._firsts).tolist(), strict=True):
-            total += epoch.label_weights(weights) * (size / max(1, len(epoch)))
+        for (table, _), size in zip(self._pieces, np.diff(self._firsts).tolist(), strict=True):
+            total += table.label_weights(weights) * (size / max(1, len(table)))
         return total
 
     @property
     def build_sizes(self) -> list[int]:
         """Groups of each build."""
-        sizes = np.bincount(self._builds, np.diff(self._firsts))
+        sizes = np.bincount(self._build_numbers, np.diff(self._firsts))
         return list(map(int, sizes.tolist()))
 
     def of_builds(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Each group's build and number of samples."""
         pieces = np.searchsorted(self._firsts, groups, side="right") - 1
-        return self._builds[pieces], self.column("num_samples", groups)
+        return self._build_numbers[pieces], self.column("num_samples", groups)
 
-    def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
+    def _find(self, groups: IntArray) -> Iterator[tuple[GroupTable, IntArray, IntArray]]:
         owners = np.searchsorted(self._firsts, groups, side="right") - 1
-        for number, (epoch, chosen) in enumerate(self._pieces):
+        for number, (table, chosen) in enumerate(self._pieces):
             places = np.flatnonzero(owners == number)
             if len(places):
                 rows = groups[places] - self._firsts[number]
-                yield epoch, places, rows if chosen is None else chosen.take(rows)
+                yield table, places, rows if chosen is None else chosen.take(rows)
 
 
 class _ChosenRows:
@@ -245,11 +274,16 @@ class _ChosenRows:
 
 
 def _mask(piece: Piece) -> BoolArray:
-    epoch, chosen = piece
-    return np.ones(len(epoch), np.bool_) if chosen is None else chosen
+    table, chosen = piece
+    return np.ones(len(table), np.bool_) if chosen is None else chosen
 
 
-def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:
+def builds_of(parts: Sequence[BuildSource]) -> dict[int, PlannedBuild]:
+    """The builds of a mixture by their numbers."""
+    return {number: part.build for number, part in enumerate(parts)}
+
+
+def joint_identity(parts: Sequence[BuildSource], shares: Sequence[str]) -> dict[str, object]:
     """Identity of several builds with what else makes their mixture, a text for each."""
     lines = [
         f"{part.identity['manifest_hash']} {share}"

@@ -9,8 +9,8 @@ import pytest
 from isobatch.balance.metrics import repeated_pairs
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.loaders import StreamingLoader
-from isobatch.loaders.plan.loss_normalizer import StepNormalizer
 from isobatch.loaders.stats import PairCounter
+from isobatch.loaders.steps.loss_normalizer import StepNormalizer
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 
 
@@ -124,5 +124,5 @@ class GrowingEpoch:
 
 
 def test_divisor_is_that_of_other_ranks_while_an_epoch_grows():
-    normalizer = StepNormalizer([], "epoch", "token", step_groups=8)
+    normalizer = StepNormalizer("epoch", "token", step_groups=8)
     assert normalizer.divisors(GrowingEpoch(), np.zeros(2)).tolist() == [20.0, 20.0]

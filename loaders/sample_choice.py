@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray
-from isobatch.loaders.plan.epoch_groups import PlannedBuild
+from isobatch.loaders.steps.build_groups import PlannedBuild
 
 Split = Literal["train", "validation"]
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from isobatch.common.errors import ConfigError
 from isobatch.loaders import StepDataset, StreamingLoader
-from isobatch.loaders.plan.in_order import InOrder, cut_borders
 from isobatch.loaders.read.build import open_builds
+from isobatch.loaders.steps.in_order import StoredSource, cut_borders
 from support.builds.sample_tables import text_samples, write_tabled, write_texts
 from support.loading.rank_steps import make_ranks
 from support.ranks import on_ranks
@@ -40,7 +40,7 @@ def samples_of(builds, selections):
 
 def test_every_sample_once_equally_shared_on_any_ranks_and_resumed(urls):
     builds = open_builds(urls)
-    source = InOrder(builds)
+    source = StoredSource(builds)
     for seed in range(25):
         rng = random.Random(seed)
         seen, state, ranks = [], None, []
@@ -97,7 +97,7 @@ def test_cut_as_little_as_needed():
 
 def test_where_samples_are_too_few_the_last_ranks_have_one_less(tmp_path):
     url = write_tabled(tmp_path / "few", [[sample] for sample in text_samples(7)])
-    source = InOrder(open_builds([url]))
+    source = StoredSource(open_builds([url]))
     for remainder, sizes in (("split", [2, 2, 2, 1]), ("pad", [2] * 4)):
         ranks = make_ranks(source, 4, 2, remainder=remainder)
         plans = [steps.plan(1)[0] for steps in ranks]

@@ -1,6 +1,6 @@
 """A step as one rank sees it: what it reads, what ranks share, what it costs.
 
-For the loader, which reads it, and for figures. `loaders.plan.steps` makes it.
+For the loader, which reads it, and for figures. `loaders.steps.steps` makes it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from isobatch.balance.order.global_shuffle import GroupOrder
 from isobatch.common.types import FloatArray, IntArray
-from isobatch.loaders.plan.selection import Selection
+from isobatch.loaders.steps.selection import Selection
 
 
 class StepTotals(NamedTuple):
