@@ -190,7 +190,12 @@ class LoaderConfig:
             )
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
-        self._check_device()
+        try:
+            device = torch.device("cpu" if self.device is None else self.device)
+            if device.type == "cuda" and not torch.cuda.is_available():
+                raise RuntimeError("torch finds no GPU here")
+        except RuntimeError as error:
+            raise ConfigError(f"device is {self.device!r}: {first_line(error)}") from None
         if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
             raise ConfigError(
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
@@ -203,14 +208,6 @@ class LoaderConfig:
                 f"{needs_pixels} needs decoded images, but images='encoded' decodes none; leave out"
                 " one of them"
             )
-
-    def _check_device(self) -> None:
-        try:
-            device = torch.device("cpu" if self.device is None else self.device)
-            if device.type == "cuda" and not torch.cuda.is_available():
-                raise RuntimeError("torch finds no GPU here")
-        except RuntimeError as error:
-            raise ConfigError(f"device is {self.device!r}: {first_line(error)}") from None
 
     def _check_choice(self) -> None:
         """ConfigError if shuffling and the choice of samples do not fit."""

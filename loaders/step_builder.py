@@ -198,32 +198,17 @@ class StepBuilder:
         self, plan: StepPlan, epoch: int, selection: Selection, encoder: str | None = None
     ) -> MicroBatch:
         """Read, collate and transform one part; in any thread."""
+        config, reader = self._config, self._reader
         begun = time.perf_counter()
-        raw = self._reader.read(selection)
+        raw = reader.read(selection)
         read = time.perf_counter()
         if encoder is not None:
             raw = only_media(raw, encoder)
         elif plan.encoders:
             raw = without_media(raw, plan.encoders)
         num_bytes = stored_bytes(raw)
-        batch = self._collate(raw, plan, epoch, selection)
-        if batch.skipped:
-            self._meter.add_skipped(len(batch.skipped))
-            for why in batch.skipped.values():
-                warnings.warn(visible_line(f"skipped: {why}"), stacklevel=2)
-        if self._config.images != "encoded":
-            self._reader.release(selection)
-        if self._pin:
-            batch = batch.pin_memory()
-        self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)
-        return batch
-
-    def _collate(
-        self, raw: StoredGroup, plan: StepPlan, epoch: int, selection: Selection
-    ) -> MicroBatch:
-        config = self._config
+        stored = reader.stored_samples(selection)
         seeds = None
-        stored = self._reader.stored_samples(selection)
         if config.image_transform is not None or config.batch_transform is not None:
             seeds = SampleSeeds(config.seed, epoch, stored)
         batch = collate(raw, self._model, config, plan.totals, seeds)
@@ -234,6 +219,15 @@ class StepBuilder:
             )
         builds = tuple(build for build, *_ in stored)
         batch = replace(batch, is_padded=self._are_padded, sample_builds=builds)
-        if seeds is None or config.batch_transform is None:
-            return batch
-        return transform_batch(config.batch_transform, batch, raw.where, seeds)
+        if seeds is not None and config.batch_transform is not None:
+            batch = transform_batch(config.batch_transform, batch, raw.where, seeds)
+        if batch.skipped:
+            self._meter.add_skipped(len(batch.skipped))
+            for why in batch.skipped.values():
+                warnings.warn(visible_line(f"skipped: {why}"), stacklevel=2)
+        if config.images != "encoded":
+            reader.release(selection)
+        if self._pin:
+            batch = batch.pin_memory()
+        self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)
+        return batch

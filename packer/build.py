@@ -6,7 +6,7 @@ and whole shards are not repeated. The bytes are those of an undisturbed build.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +195,7 @@ class Builder:
         keep = self.config.kept_columns
         if self.config.map is not None:
             keep = (*keep, ALL_COLUMNS)
-        seed = self.config.seed
-        parts = (
-            replace(part, located=replace(part.located, keep=keep).seeded(seed))
-            for part in dataset.parts
-        )
-        return replace(dataset, parts=tuple(parts))
+        return dataset.keeping(keep, self.config.seed)
 
     def _demo(self) -> Dataset:
         if self.publisher and self.config.format == "refs" and not self.config.data_root:

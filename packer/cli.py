@@ -278,9 +278,17 @@ def main() -> None:
 
 
 def _builder(context: typer.Context) -> Builder:
-    """The build that the command line and its --config ask for."""
+    """The build that the command line and its --config ask for; says what they leave to us."""
     config = read_config(BuildConfig, context, command="packer build")
-    _note_assumed(context, config)
+    file = context.params.get("config")
+    options = context.params | ({} if file is None else read_toml(file, f"--config {file}"))
+    assumed = [
+        f"--{name} {value}"
+        for name in ("model", "tokenizer", "out")
+        if (value := getattr(config, name)) and not options.get(name)
+    ]
+    if assumed:
+        messages.print(foreign(f"assumed: {' '.join(assumed)} (give others to change them)"))
     builder = Builder(config, StageProgress(messages))
     model = builder.model
     if config.max_seq_len and config.max_seq_len > model.context_len:
@@ -289,19 +297,6 @@ def _builder(context: typer.Context) -> Builder:
             foreign(f"note: --max-seq-len {config.max_seq_len:,} {cut}"), highlight=False
         )
     return builder
-
-
-def _note_assumed(context: typer.Context, config: BuildConfig) -> None:
-    """Say which model, tokenizer and folder the call has left to us."""
-    file = context.params.get("config")
-    from_file = {} if file is None else read_toml(file, f"--config {file}")
-    options = context.params | from_file
-    values = {name: getattr(config, name) for name in ("model", "tokenizer", "out")}
-    assumed = [
-        f"--{name} {value}" for name, value in values.items() if value and not options.get(name)
-    ]
-    if assumed:
-        messages.print(foreign(f"assumed: {' '.join(assumed)} (give others to change them)"))
 
 
 def _report(out: str, dp: int, *, as_json: bool, save: bool = True) -> None:

@@ -199,23 +199,18 @@ def open_builds(
     try:
         for url in urls:
             builds.append(open_build(url, image_root=image_root, options=options))
-            _check_alike(urls, builds)
+            first, last = builds[0].manifest, builds[-1].manifest
+            for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
+                if getattr(last, name) != getattr(first, name):
+                    raise ConfigError(
+                        f"{url} was built for another {name} than {urls[0]}; "
+                        "give builds of one model and tokenizer"
+                    )
     except BaseException:
         for build in builds:
             build.close()
         raise
     return builds
-
-
-def _check_alike(urls: Sequence[str | Path], builds: Sequence[Build]) -> None:
-    """ConfigError if the last build was made for another model or tokens than the first."""
-    first, last = builds[0].manifest, builds[-1].manifest
-    for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
-        if getattr(last, name) != getattr(first, name):
-            raise ConfigError(
-                f"{urls[len(builds) - 1]} was built for another {name} than {urls[0]}; "
-                "give builds of one model and tokenizer"
-            )
 
 
 def open_build(

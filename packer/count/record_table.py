@@ -13,7 +13,6 @@ import json
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
@@ -113,11 +112,7 @@ def read_records(
         dataset = demo_dataset(folder)
     else:
         dataset = find_dataset(place, data_root, columns=names)
-    parts = (
-        replace(part, located=replace(part.located, keep=keep).seeded(seed))
-        for part in dataset.parts
-    )
-    return RecordTable(replace(dataset, parts=tuple(parts)), seed, progress)
+    return RecordTable(dataset.keeping(keep, seed), seed, progress)
 
 
 def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:

@@ -36,7 +36,7 @@ from isobatch.counting.records.fields import NeverRead
 from isobatch.packer.group import LIMITS_NAME
 from isobatch.packer.table_queries import count_reasons, query_table
 from isobatch.shards.folders import on_disk
-from isobatch.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
+from isobatch.shards.manifest import MANIFEST_NAME, read_manifest
 from isobatch.shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -342,7 +342,11 @@ def _read_tables(out: Path) -> _Tables:
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
         totals = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
-        _check_totals(manifest, totals | {"num_groups": len(groups)})
+        totals["num_groups"] = len(groups)
+        recorded = {name: manifest.values["totals"][name] for name in totals}
+        if recorded != totals:
+            differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
+            raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
     else:
         limits, explained = _read_limits(out)
         unread = {}
@@ -373,13 +377,6 @@ def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) ->
             f"{out}: {len(wrong)} samples are not in exactly one group or else rejected (first: "
             f"row {row} of {COUNTS_NAME}, {uses[row]} times); build again with --overwrite"
         )
-
-
-def _check_totals(manifest: Manifest, totals: dict[str, int]) -> None:
-    recorded = {name: manifest.values["totals"][name] for name in totals}
-    if recorded != totals:
-        differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
-        raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
 
 
 def _read_limits(out: Path) -> tuple[Limits, tuple[str, ...]]:

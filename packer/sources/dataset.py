@@ -68,6 +68,14 @@ class Dataset:
     num_samples: int | None = None
     """Samples of a mixture with weights; None: as many as possible without repeating any."""
 
+    def keeping(self, columns: tuple[str, ...], seed: int) -> "Dataset":
+        """The same dataset, of which these columns are read too; `seed` draws records."""
+        parts = (
+            replace(part, located=replace(part.located, keep=columns).seeded(seed))
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
+
 
 def no_records(dataset: Dataset) -> DataError:
     """The error of a dataset whose files are empty."""

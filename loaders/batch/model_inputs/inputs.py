@@ -86,10 +86,19 @@ def model_inputs(
     if not len(batch.input_ids):
         raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
     if batch.is_padded:
-        text = _padded_text(batch, num_rows, config, family)
+        inputs = _padded_text(batch, num_rows, config, family)
     else:
-        text = _packed_text(batch, config, family)
-    inputs = text | {"use_cache": False}
+        # transformers' shift over the whole sequence then moves no label across a sample border
+        labels = batch.labels.clone()
+        labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
+        inputs = {
+            "input_ids": batch.input_ids[None],
+            "labels": labels[None],
+            "position_ids": family.positions(batch, config),
+            **family.masks(batch, config),
+            **_borders(batch, config),
+        }
+    inputs["use_cache"] = False
     if with_labels:
         inputs["num_items_in_batch"] = batch.loss_divisor
     else:
@@ -110,19 +119,6 @@ def config_of(model: Any) -> Any:
             )
         model = inner
     return model.config if isinstance(model, Module) else model
-
-
-def _packed_text(batch: MicroBatch, config: Any, family: ModelFamily) -> Arguments:
-    # transformers' shift over the whole sequence then moves no label across a sample border
-    labels = batch.labels.clone()
-    labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
-    return {
-        "input_ids": batch.input_ids[None],
-        "labels": labels[None],
-        "position_ids": family.positions(batch, config),
-        **family.masks(batch, config),
-        **_borders(batch, config),
-    }
 
 
 def _has_images(batch: MicroBatch) -> bool:
