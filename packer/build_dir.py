@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.plain_values import write_text
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.counting.records.user_map import load_map
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
@@ -101,9 +102,7 @@ class BuildIdentity:
             there = f"{staging.parent} holds an unfinished build of other data or settings"
             raise DataError(f"{there}: finish that one, {ELSEWHERE}")
         staging.mkdir(parents=True, exist_ok=True)
-        temporary = marker.with_suffix(".tmp")
-        temporary.write_text(json.dumps(identity, indent=1), "utf-8")
-        temporary.replace(marker)
+        write_text(marker, json.dumps(identity, indent=1))
 
     def manifest(
         self,

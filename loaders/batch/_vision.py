@@ -116,12 +116,7 @@ class VisionFields:
         plan_of = _planner(self._rule)
         counts = _images_in_samples(raw, self._rule)
         sizes, frames, rates = raw.image_sizes.tolist(), raw.image_frames, raw.image_rates
-        if not frames.any():
-            return [
-                plan_of(width, height, count)
-                for (height, width), count in zip(sizes, counts, strict=True)
-            ]
-        if self._video is None:
+        if frames.any() and self._video is None:
             raise ConfigError(
                 f"{raw.where}: {np.count_nonzero(frames)} videos, but no video rule to decode them "
                 "by; use the model preset of the build"

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +24,6 @@ from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs._registry import FAMILIES
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
-from isobatch.loaders.integrations._stand_ins import StandIns
 from isobatch.loaders.integrations._trainer_args import (
     check_arguments,
     check_loader,
@@ -80,7 +80,7 @@ class BalancedMixin(_Base):
         if not isinstance(loader_options, Mapping | None):
             raise ConfigError(f"loader_options is {loader_options!r}; give a dict of options")
         eval_dataset = evaluation_of(eval_dataset, train_dataset, args, model, loader_options or {})
-        shown = StandIns(eval_dataset)
+        shown = _StandIns(eval_dataset)
         check_arguments(args, has_other_data=shown.has_other_data)
         loader = loader_of(train_dataset, args, model, loader_options or {})
         check_loader(args, loader)
@@ -354,6 +354,54 @@ class _EvaluationPass:
             self.num_labels += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
             self.num_samples += sum(batch.num_samples for batch in step)
             yield step
+
+
+class _StandIns:
+    """What TRL, which reads a sample of its datasets, sees of loaders.
+
+    Datasets to make a trainer with; loaders among `eval_dataset` have stand-ins.
+
+    The evaluation's own samples say what kind they are (with images, with prompts); the training's
+    are never looked at.
+    """
+
+    def __init__(self, eval_dataset: Any) -> None:
+        self._eval_dataset = eval_dataset
+        named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+        others = [
+            dataset for dataset in named.values() if not isinstance(dataset, StepStream | None)
+        ]
+        self.has_other_data = bool(others)
+        self.train: Any = _first_of(others[0] if others else None)
+        self.evaluation: Any = self._replace(eval_dataset)
+
+    def with_loaders(self, prepared: Any) -> Any:
+        """What the trainer has made of `evaluation`, with the loaders in their places."""
+        datasets = self._eval_dataset
+        if not isinstance(datasets, Mapping):
+            return datasets if isinstance(datasets, StepStream) else prepared
+        return {
+            name: dataset if isinstance(dataset, StepStream) else prepared[name]
+            for name, dataset in datasets.items()
+        }
+
+    def _replace(self, dataset: Any) -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: self._replace(part) for name, part in dataset.items()}
+        return self.train if isinstance(dataset, StepStream) else dataset
+
+
+def _first_of(dataset: Any) -> Any:
+    """A dataset of the first sample of `dataset`, or of one that is tokenised."""
+    for first, argument in (("select", [0]), ("take", 1)):
+        if hasattr(dataset, first):
+            return getattr(dataset, first)(argument)
+    rows = [{"input_ids": [0], "labels": [0]}]
+    if find_spec("datasets") is None:
+        return rows  # then it is no trainer of TRL's
+    from datasets import Dataset  # noqa: PLC0415  slow to import
+
+    return Dataset.from_list(rows)
 
 
 def _takes_divisor(model: Any) -> bool:

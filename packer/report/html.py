@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from isobatch.balance.baseline_samplers import BATCH_SIZE
 from isobatch.balance.metrics import dist_ratio, step_loads
+from isobatch.common.plain_values import write_text
 from isobatch.common.types import IntArray
 from isobatch.packer.format_text import counted, share_text
 from isobatch.packer.html_page import render
@@ -43,9 +44,7 @@ class Chart:
 
 def write_html(report: Report, path: Path) -> None:
     """Write the page of `report` to `path`, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(render_html(report), "utf-8")
-    temporary.replace(path)
+    write_text(path, render_html(report))
 
 
 def render_html(report: Report) -> str:
