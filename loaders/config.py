@@ -161,8 +161,8 @@ class LoaderConfig:
     audio: AudioForm = "waveform"
     """Form of `MicroBatch.audio_values`, which says what each gives."""
     on_error: OnError = "raise"
-    """What follows where an image or a clip is broken or cannot be decoded: "raise" a DataError
-    that names the sample, or "skip" what its sample teaches: its labels become
+    """What an image or a clip does that has broken since it was packed, or cannot be decoded:
+    "raise" a DataError that names the sample, or "skip" what its sample teaches: its labels become
     -100 and its file black or silent, so that all shapes and all ranks stay as planned. Skipped
     samples are in `MicroBatch.skipped` and counted in `LoaderStats.skipped_samples`, with a warning
     each. A store that cannot be reached is an error always, and so are damaged shards.

@@ -72,7 +72,7 @@ def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Te
 def _features(rule: AudioRule, samples: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
     """Features of a whole waveform, (mel_bins, frames), and the value of silence."""
     length = rule.frame_length
-    hann = torch.hann_window(rule.frame_length, device=samples.device)
+    hann = torch.hann_window(length, device=samples.device)
     spectrum = torch.stft(samples, length, rule.hop_length, window=hann, return_complex=True)
     power = spectrum[:, :-1].abs().square()  # the last frame is centred on the end
     mel = mel_filters(rule.sampling_rate, length, mel_bins).to(samples.device) @ power

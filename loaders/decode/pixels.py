@@ -122,7 +122,7 @@ def _write_pictures(memory: Pixels, rule: VisionRule, cutter: "_Cutter", plan: I
 def _write_picture(memory: Pixels, rule: VisionRule, pixels: Pixels, picture: PicturePlan) -> int:
     """Write a picture's patches into the first rows of `memory`; -> how many."""
     side = rule.patch_side
-    (width, height) = picture.size
+    width, height = picture.size
     if not isinstance(rule, NativeSizeRule):
         count = width // side * (height // side)
         patchify(pixels, memory[:count])

@@ -6,7 +6,7 @@ records in the chunk; others a file name and a range. The helpers below are what
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -174,6 +174,12 @@ def known_columns(columns: Iterable[str], where: str, located: Located) -> tuple
         raise DataError(f"{where}: has the columns {has}; expected one of {known}")
     wanted = RECORD_KEYS.union(located.keep, () if renames is None else renames.theirs)
     return tuple(name for name in names if name in wanted)
+
+
+def require_known(values: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """ConfigError for a key of another tool's file that nothing here reads."""
+    if strange := [str(key) for key in values if key not in known]:
+        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
 
 
 def examples(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.counting.records.fields import example_of
-from isobatch.packer.sources.base import Located, has_file
+from isobatch.packer.sources.base import Located, has_file, require_known
 from isobatch.shards.folders import Folder, join
 
 META = ".nv-meta"
@@ -127,7 +127,7 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     where = join(folder.uri, f"{META}/{SPLIT_NAMES[0]}")
     if not isinstance(parts, dict) or not parts or not isinstance(excluded, list):
         raise DataError(f"{where}: no `split_parts` with the shards of each split")
-    _only(splits, {"split_parts", "exclude"}, where)
+    require_known(splits, {"split_parts", "exclude"}, where)
     counts = _required(folder, INFO_NAMES).get("shard_counts")
     if not isinstance(counts, dict):
         raise DataError(f"{join(folder.uri, META)}/{INFO_NAMES[0]}: no `shard_counts`")
@@ -159,7 +159,7 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
     """The `field_map` of dataset.yaml, and the keys there that nothing reads."""
     path = join(folder.uri, f"{META}/{DATASET_NAME}")
     values = _required(folder, (DATASET_NAME,))
-    _only(values, DATASET_KEYS, path)
+    require_known(values, DATASET_KEYS, path)
     class_name = values.get("sample_type", {"__class__": values.get("__class__", "")})
     if isinstance(class_name, dict):
         class_name = class_name.get("__class__", "")
@@ -222,12 +222,6 @@ def read_yaml(folder: Folder, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: is a {type(values).__name__}, not an object with keys")
     return values
-
-
-def _only(values: Mapping[str, Any], known: set[str] | frozenset[str], where: str) -> None:
-    """ConfigError for a key that nothing here reads."""
-    if strange := [str(key) for key in values if key not in known]:
-        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
 
 
 def expanded(names: Any, where: str) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.common.errors import ConfigError
+from isobatch.packer.sources.base import require_known
 from isobatch.packer.sources.columns import Columns
 from isobatch.packer.sources.sampling import Sampling
 
@@ -156,8 +157,7 @@ def _alpaca(
 def _known(values: Any, known: frozenset[str] | Mapping[str, str], where: str) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: is a {type(values).__name__}, not an object")
-    if strange := [key for key in values if key not in known]:
-        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
+    require_known(values, known, where)
     if known is not KEYS and (
         bad := [k for k, v in values.items() if not isinstance(v, str | None)]
     ):
