@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 
 from support import ROOT
 
@@ -39,6 +40,11 @@ def named(paths):
 def test_the_product_is_no_longer_than_promised():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path, _ in trees().values())
     assert lines <= MOST_LINES
+
+
+def test_no_imports_go_in_a_circle():
+    """Nor those for types alone, or within functions."""
+    TopologicalSorter({name: imports_of(tree) for name, (_, tree) in trees().items()}).prepare()
 
 
 def test_no_line_is_too_wide():

@@ -23,13 +23,14 @@ from torch.utils.data import Dataset
 from transformers import AutoImageProcessor
 
 from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, IntArray
+from isobatch.counting.record_counter import CountedRecords, RecordCounter
 from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter
 from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.models.flops import FlopsModel
+from isobatch.models.presets import load_model
 from isobatch.packer.demo.dataset import demo_tokenizer_path, write_demo
 
 MODEL = "qwen3_vl_2b"
@@ -92,7 +93,7 @@ def open_data(folder: Path, samples: int) -> Data:
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), "utf-8")
     rows = json.loads((folder / "annotations.json").read_text("utf-8"))
     tokenizer = str(demo_tokenizer_path())
-    counter = RecordCounter(MODEL, tokenizer=tokenizer, data_root=str(folder))
+    counter = RecordCounter(load_model(MODEL), tokenizer=tokenizer, data_root=str(folder))
     return Data(folder, rows, counter, counter.count(np.arange(len(rows)), rows))
 
 

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from isobatch.counting.record_counter import RecordCounter
 from isobatch.loaders import BalancedLoader
 from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.online._packer_door import RecordCounter
 from isobatch.loaders.steps.step_plan import StepTotals
+from isobatch.models.folder.find_model import find_model
 from online_runs.padded import Loads, padded_batches
 from online_runs.records import Records
 
@@ -112,7 +113,7 @@ class Processed(Dataset[dict[str, Any]]):
 
     def __init__(self, task: Task) -> None:
         self._rows = task.records.rows
-        self._counter = RecordCounter(str(task.folder))
+        self._counter = RecordCounter(find_model(str(task.folder)), tokenizer=str(task.folder))
         self._config = LoaderConfig()
 
     def __len__(self) -> int:
@@ -195,6 +196,9 @@ def padded(task: Task) -> Iterator[Batch]:
 
 def loads(task: Task) -> Loads:
     """Tiles and tokens of each record, which a careful user has stored."""
-    counter, rows = RecordCounter(str(task.folder)), task.records.rows
+    counter, rows = (
+        RecordCounter(find_model(str(task.folder)), tokenizer=str(task.folder)),
+        task.records.rows,
+    )
     counts = counter.count(np.arange(len(rows)), rows).counts
     return counts[:, 0].astype(np.int64), counts[:, 2:5].sum(axis=1).astype(np.int64)

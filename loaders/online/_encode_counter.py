@@ -1,7 +1,7 @@
 """`EncodedCounter`: counts what a function of the user's makes of records.
 
 The function is called in several threads, but never twice at a time: tokenizers of transformers
-fail otherwise. The packer counts a stand-in with the sample's id and images, and another text.
+fail otherwise. What is counted is a stand-in with the sample's id and images, and another text.
 """
 
 import threading
@@ -14,9 +14,14 @@ from numpy.typing import NDArray
 
 from isobatch.common.errors import DataError, first_line
 from isobatch.common.types import LABEL_IGNORE, IntArray
-from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
+from isobatch.counting.record_counter import (
+    BrokenRecord,
+    CountedRecords,
+    RecordCounter,
+    RejectedSample,
+)
 from isobatch.loaders.online.encoded import Encode, EncodedSample, checked
-from isobatch.loaders.online.records import BrokenRecord, with_files
+from isobatch.loaders.online.records import with_files
 from isobatch.models.image_rules import CropsRule
 from isobatch.shards.stored_group import EMPTY_GROUP, NO_NUMBERS, StoredGroup
 
@@ -44,10 +49,10 @@ class EncodedCounter(RecordCounter):
 
     def count(self, indices: IntArray, values: Sequence[Any]) -> CountedRecords:
         """Encode and count records, given with their indices."""
-        made = [self._sample(value) for value in values]
-        pairs = zip(values, made, strict=True)
+        encoded = [self._sample(value) for value in values]
+        pairs = zip(values, encoded, strict=True)
         counted = super().count(indices, [_stand_in(*pair) for pair in pairs])
-        samples = [each if isinstance(each, EncodedSample) else None for each in made]
+        samples = [value if isinstance(value, EncodedSample) else None for value in encoded]
         usable, rejected = counted.usable.copy(), [*counted.rejected]
         ids = counted.table.column("sample_id").to_pylist()
         for row, sample in enumerate(samples):
@@ -55,23 +60,30 @@ class EncodedCounter(RecordCounter):
                 usable[row], source = False, counted.sources[row]
                 index = int(indices[row])
                 rejected.append(RejectedSample(index, ids[row], source, REASON, problem))
-        return replace(counted, usable=usable, rejected=rejected, encoded=samples)
+        num_bytes = sum(sample.num_bytes for sample in samples if sample)
+        return replace(
+            counted,
+            usable=usable,
+            rejected=rejected,
+            encoded=samples,
+            encoded_bytes=num_bytes,
+        )
 
     def group(
         self, parts: Sequence[tuple[CountedRecords, IntArray]], order: IntArray
     ) -> tuple[StoredGroup, list[RejectedSample]]:
         """As of `RecordCounter`, with the function's ids and arrays."""
-        found = {
+        of_index = {
             int(counted.indices[row]): (counted.table.column("sample_id")[row].as_py(), sample)
             for counted, rows in parts
             for row in rows.tolist()
             if (sample := counted.encoded[row]) is not None
         }
         raw, changed = replace(EMPTY_GROUP, where="the dataset"), list[RejectedSample]()
-        if any(sample.images for _, sample in found.values()):
+        if any(sample.images for _, sample in of_index.values()):
             raw, changed = super().group(parts, order)
-        lost = {each.index for each in changed}
-        chosen = [found[i] for i in order.tolist() if i in found and i not in lost]
+        lost = {sample.index for sample in changed}
+        chosen = [of_index[i] for i in order.tolist() if i in of_index and i not in lost]
         samples = [sample for _, sample in chosen]
         has_arrays = any(sample.arrays for sample in samples)
         if has_arrays and raw.images:
@@ -80,16 +92,18 @@ class EncodedCounter(RecordCounter):
                 "form, so that a micro-batch has one"
             )
         columns = enumerate(self._columns)
-        made = replace(
+        group = replace(
             raw,
             sample_ids=tuple(name for name, _ in chosen),
-            input_ids=np.concatenate([NO_NUMBERS, *(each.input_ids for each in samples)]),
-            labels=np.concatenate([NO_NUMBERS, *(each.labels for each in samples)]),
-            cu_seqlens=np.cumsum([0, *(len(each.input_ids) for each in samples)], dtype=np.int32),
-            arrays=[each.arrays for each in samples] if has_arrays else self.empty_group.arrays,
+            input_ids=np.concatenate([NO_NUMBERS, *(sample.input_ids for sample in samples)]),
+            labels=np.concatenate([NO_NUMBERS, *(sample.labels for sample in samples)]),
+            cu_seqlens=np.cumsum(
+                [0, *(len(sample.input_ids) for sample in samples)], dtype=np.int32
+            ),
+            arrays=[sample.arrays for sample in samples] if has_arrays else self.empty_group.arrays,
             extras={name: [sample.extras[place] for sample in samples] for place, name in columns},
         )
-        return made, changed
+        return group, changed
 
     def _sample(self, value: Any) -> EncodedSample | BrokenRecord:
         """What the function makes of a record, or why that is no sample."""
@@ -97,8 +111,8 @@ class EncodedCounter(RecordCounter):
             return value
         try:
             with self._calling:
-                given = self._encode(value)
-            sample = checked(given, self.image_token_id)
+                result = self._encode(value)
+            sample = checked(result, self.image_token_id)
             sample = replace(sample, images=with_files(sample.images))
         except Exception as error:  # of the user's code, of any kind
             return BrokenRecord(f"{type(error).__name__}: {first_line(error)}", REASON)
@@ -108,7 +122,7 @@ class EncodedCounter(RecordCounter):
     def _cost(self, sample: EncodedSample, row: NDArray[np.int32]) -> str:
         """Write a sample's counts to its row, which has its images'; -> what is wrong with it."""
         patches, vit_tokens, image_tokens = row[:3].tolist()
-        found = int(np.count_nonzero(sample.input_ids == self.image_token_id))
+        num_image_ids = int(np.count_nonzero(sample.input_ids == self.image_token_id))
         if sample.arrays:
             rule, patches = self.model.vision, sample.num_vision
             self.row_bytes = max(self.row_bytes, sample.num_bytes // max(1, patches))
@@ -117,16 +131,19 @@ class EncodedCounter(RecordCounter):
                 vit_tokens *= rule.vit_tokens_per_patch
             elif patches:  # at native resolution images, if it is said how many there are
                 patches = len(sample.arrays.get("image_grid_thw", [1]))
-        elif found != image_tokens:
-            made = f"{len(sample.images)} images are {image_tokens} tokens"
-            return f"input_ids has {found} image tokens ({self.image_token_id}), but its {made}"
+        elif num_image_ids != image_tokens:
+            return (
+                f"input_ids has {num_image_ids} image tokens ({self.image_token_id}), but its "
+                f"{len(sample.images)} images are {image_tokens} tokens"
+            )
         num_labels = int(np.count_nonzero(sample.labels != LABEL_IGNORE))
-        row[:] = patches, vit_tokens, found, len(sample.input_ids) - found, 0, num_labels
+        num_text = len(sample.input_ids) - num_image_ids
+        row[:] = patches, vit_tokens, num_image_ids, num_text, 0, num_labels
         return ""
 
 
 def _stand_in(value: Any, sample: EncodedSample | BrokenRecord) -> Any:
-    """What the packer counts instead of a record."""
+    """What is counted instead of a record."""
     known = value if isinstance(value, Mapping) else {}
     names = {key: known[key] for key in ("id", "__key__", "source") if key in known}
     if isinstance(sample, BrokenRecord):

@@ -14,7 +14,7 @@ from isobatch.common.errors import ConfigError, os_reason
 from isobatch.common.kept_files import LENGTHS, MAX_BYTES, note_use, remove_files
 from isobatch.common.types import COUNT_COLUMNS, IntArray
 from isobatch.common.visible_text import visible_line
-from isobatch.loaders.online._packer_door import NeverRead
+from isobatch.counting.records.fields import NeverRead
 from isobatch.loaders.online.records import Records
 
 UNKNOWN, USABLE, REJECTED = range(3)

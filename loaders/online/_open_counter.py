@@ -13,13 +13,22 @@ from typing import Any, cast
 import numpy as np
 
 from isobatch.common.errors import ConfigError, first_line
+from isobatch.counting.record_counter import RecordCounter
+from isobatch.counting.records.reading import Reading
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._encode_counter import EncodedCounter
-from isobatch.loaders.online._packer_door import Reading, RecordCounter, RecordTable
+from isobatch.loaders.online._packer import (
+    RecordTable,
+    column_texts,
+    demo_tokenizer,
+    places_of,
+    renaming_of,
+    text_tokenizer,
+)
 from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.records import Records
 from isobatch.models.folder.files import CONFIG_NAME, FileSource
-from isobatch.models.folder.find_model import is_folder
+from isobatch.models.folder.find_model import find_model, is_folder
 from isobatch.models.image_rules.base import ImagePlan, ImageRejected, NativeSizeRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
 from isobatch.shards.stored_group import EMPTY_GROUP
@@ -55,24 +64,42 @@ def open_counter(
     kind: Any = RecordCounter
     if options.encode is not None:
         kind = partial(EncodedCounter, encode=options.encode, cache_key=options.cache_key)
-    names = ("chat_template", "template_date", "data_root", "keep_columns", "columns")
-    how = {name: getattr(options, name) for name in _OF_READING}
-    kind = partial(kind, reading=Reading(**how, seed=config.seed))
-    kind = partial(kind, places=places, **{name: getattr(options, name) for name in names})
+    reading = Reading(**{name: getattr(options, name) for name in _OF_READING}, seed=config.seed)
+    names = ("chat_template", "template_date", "data_root", "keep_columns")
+    kind = partial(
+        kind,
+        reading=reading,
+        columns=column_texts(options.columns),
+        # records of places have our names
+        renaming=renaming_of(options.columns) if places is None else None,
+        places=None if places is None else places_of(places),
+        **{name: getattr(options, name) for name in names},
+    )
     if options.processor is not None:
         with _saved(options.processor, options.model) as folder:
             has_images = hasattr(options.processor, "tokenizer")
-            model = folder if has_images else options.model or _model_of_text(options)
+            name = folder if has_images else options.model
+            model = _model_of_text(options) if name is None else find_model(name)
             counter: RecordCounter = kind(model, tokenizer=folder)
     elif options.model is not None:
-        return cast("RecordCounter", kind(options.model, tokenizer=options.tokenizer))
+        model = find_model(options.model)
+        return cast("RecordCounter", kind(model, tokenizer=_tokenizer(options)))
     else:  # its text is that of stand-ins
-        counter = kind(_model_of_text(options))
+        counter = kind(_model_of_text(options), tokenizer=text_tokenizer())
         counter.vocab_size, counter.image_token_id = 0, -1  # no id is negative
         counter.empty_group = replace(EMPTY_GROUP, arrays=())
     if isinstance(counter.model.vision, NoImages) and counter.vocab_size:
         counter.vocab_size -= len(counter.tokenizer.added_tokens)  # that of images, in no text
     return counter
+
+
+def _tokenizer(options: PackingConfig) -> str:
+    """Folder or Hub id of the tokenizer: by default the model's."""
+    model = options.model or ""
+    default = model if is_folder(model) else demo_tokenizer(model)
+    if tokenizer := options.tokenizer or default:
+        return tokenizer
+    raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
 
 
 def _check(options: PackingConfig, config: LoaderConfig) -> None:
@@ -147,8 +174,8 @@ def _config_of(model: str | None, loaded_from: str) -> str:
 
 def _model_of_text(options: PackingConfig) -> ModelPreset:
     """Of which nothing is known but its context length."""
-    most = options.max_tokens or _NO_LENGTH
-    length = min(most, getattr(options.processor, "model_max_length", most))
+    max_tokens = options.max_tokens or _NO_LENGTH
+    length = min(max_tokens, getattr(options.processor, "model_max_length", max_tokens))
     if length >= _NO_LENGTH:
         raise ConfigError("nothing says the model's context length; give max_tokens=")
     return ModelPreset(
@@ -167,6 +194,6 @@ def identity_of(records: Records, counter: RecordCounter) -> str:
     """
     rows = np.unique(np.linspace(0, len(records) - 1, IDENTITY_RECORDS).astype(np.int64))
     counted = counter.count(rows, records.take(rows))
-    told = [counted.counts.tolist(), counted.table.column("sample_id").to_pylist()]
-    digest = hashlib.sha256(json.dumps(told).encode("utf-8", "surrogatepass"))
+    values = [counted.counts.tolist(), counted.table.column("sample_id").to_pylist()]
+    digest = hashlib.sha256(json.dumps(values).encode("utf-8", "surrogatepass"))
     return f"{len(records)} {counter.identity} {digest.hexdigest()[:16]}"

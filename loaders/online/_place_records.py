@@ -11,16 +11,13 @@ from torch.utils.data import IterableDataset
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
+from isobatch.counting.record_counter import BrokenRecord
+from isobatch.counting.records.record import RawRecord
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.online._packer_door import (
-    RawRecord,
-    RecordTable,
-    columns_of_records,
-    find_records,
-)
+from isobatch.loaders.online._packer import RecordTable, columns_of_records, find_records
 from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.own.streams import ShuffledPart, StreamRecords, as_stream, is_stream
-from isobatch.loaders.online.records import BrokenRecord, Records, Transform
+from isobatch.loaders.online.records import Records, Transform
 
 FIRST_RECORDS, CHECKED_TOGETHER = 1024, 16
 """Records in which a column must be, and how many are looked at together."""
@@ -109,13 +106,13 @@ def require_columns(records: Records, columns: Mapping[str, str] | None) -> None
     """
     if not columns or records.places is not None or isinstance(records, StreamRecords):
         return
-    found, missing = set[str](), columns_of_records(columns)
+    keys, missing = set[str](), columns_of_records(columns)
     for start in range(0, min(len(records), FIRST_RECORDS), CHECKED_TOGETHER):
         rows = np.arange(start, min(start + CHECKED_TOGETHER, len(records)))
         for value in records.take(rows):
-            found |= {str(key) for key in value} if isinstance(value, Mapping) else set()
-        if not (missing := missing - found):
+            keys |= {str(key) for key in value} if isinstance(value, Mapping) else set()
+        if not (missing := missing - keys):
             return
     if missing:
-        has = ", ".join(sorted(found))[:300]
+        has = ", ".join(sorted(keys))[:300]
         raise ConfigError(f"columns: no {sorted(missing)[0]!r} in the first records: {has}")

@@ -18,10 +18,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.cap_lines import CapNames, cap_lines, padded_lines
-from isobatch.balance.grouping.caps import PaddedChoice
+from isobatch.balance.grouping.caps import GroupOptions, PaddedChoice, choose_limits
 from isobatch.common.consoles import messages
 from isobatch.common.errors import Cancelled, DataError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Limits
+from isobatch.common.visible_text import visible
+from isobatch.counting.record_counter import CountedRecords, RecordCounter, RejectedSample
+from isobatch.counting.records.fields import NeverRead, add_never_read, never_read_line
+from isobatch.counting.records.record import BY_CHOICE
 from isobatch.loaders.online._length_table import (
     REJECTED,
     ROW,
@@ -31,20 +35,8 @@ from isobatch.loaders.online._length_table import (
     USABLE,
     LengthTable,
 )
-from isobatch.loaders.online._packer_door import (
-    BY_CHOICE,
-    CountedRecords,
-    FlopsModel,
-    GroupOptions,
-    NeverRead,
-    RecordCounter,
-    RejectedSample,
-    add_never_read,
-    choose_limits,
-    never_read_line,
-    visible,
-)
 from isobatch.loaders.ranks.exchange import RankExchange
+from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import ModelPreset
 
 TOLD_S = 10.0

@@ -17,12 +17,12 @@ from typing import Any, NoReturn, Unpack, cast
 
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.common.types import Limits
+from isobatch.counting.record_counter import RejectedSample
 from isobatch.loaders.config import tell_wrong_options
 from isobatch.loaders.online._length_table import LengthTable
 from isobatch.loaders.online._open_counter import identity_of, open_counter
-from isobatch.loaders.online._packer_door import RejectedSample, write_page
+from isobatch.loaders.online._packer import require_place, save_build, write_page
 from isobatch.loaders.online._place_records import open_records, require_columns
-from isobatch.loaders.online._save_build import require_place, save_build
 from isobatch.loaders.online.config import PackingConfig, PackingOptions, checked_options
 from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
 from isobatch.loaders.online.own.items import of_items, require_own_options, require_records

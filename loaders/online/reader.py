@@ -14,7 +14,7 @@ import numpy as np
 from isobatch.common.errors import DataError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, IntArray
 from isobatch.common.visible_text import visible_line
-from isobatch.loaders.online._packer_door import CountedRecords, RecordCounter, RejectedSample
+from isobatch.counting.record_counter import CountedRecords, RecordCounter, RejectedSample
 from isobatch.loaders.online.lengths import SampleLengths
 from isobatch.loaders.online.records import Records
 from isobatch.loaders.read.reader import with_extras

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from PIL import Image
 
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.common.types import IntArray
+from isobatch.counting.record_counter import BrokenRecord
 from isobatch.loaders.decode.image import to_rgb
 
 FINGERPRINT_RECORDS = 64
@@ -34,17 +34,6 @@ class MapDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """A record."""
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenRecord:
-    """A record that cannot be read."""
-
-    why: str
-    reason: str = "unreadable_record"
-    """Key of `counting.records.record.REASONS`."""
-    value: Any = None
-    """What is known of it."""
 
 
 class Records:
@@ -82,11 +71,9 @@ class Records:
         """Records by index; a `BrokenRecord` for each that cannot be read."""
         chosen = indices.tolist()
         if isinstance(self._dataset, _Undecoded) or is_hugging_face(self._dataset):
-            try:
-                given = self._dataset.__getitems__(chosen)  # type: ignore[attr-defined]
-                return [self._transformed(value) for value in given]
-            except Exception:  # one of them: each by itself tells which
-                pass
+            with suppress(Exception):  # of one of them: each by itself tells which
+                values = self._dataset.__getitems__(chosen)  # type: ignore[attr-defined]
+                return [self._transformed(value) for value in values]
         return [self._one(index) for index in chosen]
 
     def take_rows(self, rows: IntArray) -> list[Any]:
@@ -130,8 +117,8 @@ def is_hugging_face(dataset: object) -> bool:
 
 def _has_columns(dataset: Any) -> bool:
     """Whether this is a `datasets.Dataset` whose rows are its columns: no `with_transform`."""
-    given = getattr(dataset, "format", None)
-    return is_hugging_face(dataset) and isinstance(given, dict) and given["type"] != "custom"
+    form = getattr(dataset, "format", None)
+    return is_hugging_face(dataset) and isinstance(form, dict) and form["type"] != "custom"
 
 
 class _Undecoded:
@@ -165,9 +152,9 @@ def with_files(value: Any) -> Any:
     if isinstance(value, Image.Image):
         return {"bytes": _png(value), "path": None}
     if isinstance(value, Mapping):
-        return {key: with_files(each) for key, each in value.items()}
+        return {key: with_files(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [with_files(each) for each in value]
+        return [with_files(item) for item in value]
     return value
 
 

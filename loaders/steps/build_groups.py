@@ -1,4 +1,4 @@
-"""Groups of one build: `BuildSource`, whose groups stay as stored or are others in each epoch.
+"""Groups of one build, as they are stored or others in each epoch: `BuildSource`.
 
 For `loaders.steps.steps`, or as a part of a mixture. Epochs are independent: any can be asked for,
 at any time, without the ones before it. Planning needs the index of a build and its samples'
@@ -9,7 +9,8 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from isobatch.balance.loss_weights import LossWeights, sample_weights
 from isobatch.balance.order.global_shuffle import GlobalShuffle, GroupOrder
+from isobatch.common.background import in_background
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Groups, IntArray
 from isobatch.loaders.steps.selection import GroupSlice, SampleRefs, Selection, whole_groups
 from isobatch.loaders.steps.source import GroupSource, GroupTable
@@ -191,9 +193,8 @@ class PreparedTables(Generic[Table]):
         last, pending = self._last, self._pending
         key = number, os.getpid()
         if (last is None or last[0] != number) and (pending is None or pending[0] != key):
-            pool = ThreadPoolExecutor(1, thread_name_prefix=f"isobatch-epoch-{number}")
-            self._pending = key, pool.submit(self._make, number)
-            pool.shutdown(wait=False)
+            future = in_background(f"isobatch-epoch-{number}", partial(self._make, number))
+            self._pending = key, future
 
 
 class ShuffledSource(GroupSource[GlobalShuffle]):

@@ -1,4 +1,4 @@
-"""States of `loaders.steps.steps`: which can be resumed from, or why not. Pure."""
+"""States of `Steps`: which can be resumed from, or why not. Pure."""
 
 import warnings
 from typing import Any

@@ -1,4 +1,4 @@
-"""Groups of several builds by weights that change from step to step: `ScheduledSource`.
+"""Groups of several builds, by weights that change by step: `ScheduledSource`.
 
 For `loaders.steps.steps`. Each build is read in an endless random order of its own, pass after
 pass, and each step takes as many groups of it as its weight of that step asks for, those most alike

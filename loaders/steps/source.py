@@ -1,4 +1,4 @@
-"""Where steps take groups from: `GroupSource` begins an epoch, as a table and a position in it.
+"""`GroupSource` begins an epoch: a table of groups, and a position in their order.
 
 The only interface between `loaders.steps.steps` and an order of groups. Builds, mixtures of builds,
 stored order, and windows of a dataset without a build are sources.

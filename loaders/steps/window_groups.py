@@ -1,4 +1,4 @@
-"""Groups that are planned while training runs, a window of samples at a time: `WindowGroups`.
+"""Groups that are planned while training runs, window by window: `WindowGroups`.
 
 For `loaders.steps.windows`. The samples of an epoch come in random order. A window is measured,
 grouped by itself, and its groups join those that wait; the next window is prepared in a thread
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
@@ -23,6 +24,7 @@ from isobatch.balance.metrics import longest
 from isobatch.balance.order.global_shuffle import GlobalShuffle
 from isobatch.balance.order.rounds import make_rounds
 from isobatch.balance.rng import PLANNED, random_permutation
+from isobatch.common.background import in_background
 from isobatch.common.errors import Cancelled, DataError, IsobatchError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
 from isobatch.loaders.steps.build_groups import join_groups
@@ -332,16 +334,9 @@ class WindowGroups(GroupTable):
             is_known = consumed < self._num_read or consumed in self._pending
             if is_known or self._closed or consumed >= len(self.run.lengths):
                 return
-            future = self._pending[consumed] = Future[PlannedWindow]()
-
-        def run() -> None:
-            try:
-                future.set_result(self._make(consumed, carried))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # a daemon: for others the interpreter would wait, and one may wait for another rank
-        threading.Thread(target=run, name=f"isobatch-window-{consumed}", daemon=True).start()
+            self._pending[consumed] = in_background(
+                f"isobatch-window-{consumed}", partial(self._make, consumed, carried)
+            )
 
     def forget(self, before: int, consumed: int, live: IntArray) -> None:
         """Drop the groups before that number; `live` are needed of the samples `consumed`."""

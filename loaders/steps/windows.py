@@ -1,4 +1,4 @@
-"""`WindowSource`: the epochs of a dataset that is measured and grouped while training runs."""
+"""`WindowSource`: epochs of a dataset that is measured while training runs."""
 
 from collections.abc import Sequence
 from copy import copy

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from isobatch.common.types import IntArray
+from isobatch.counting.record_counter import never_read_in
 from isobatch.counting.records.extras import Kinds, joined_kinds, types_of
-from isobatch.counting.records.fields import NeverRead, add_never_read, never_read
+from isobatch.counting.records.fields import NeverRead, add_never_read
 from isobatch.counting.sample_counter import EXTRA_KINDS, Counted, blob_name, staged_schema
 from isobatch.shards.stored_group import EXTRAS, ExtraTypes
 from isobatch.shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
@@ -175,19 +176,6 @@ def staged_never_read(
                 add_never_read(by_part.setdefault(names[part], {}), never_read_in(rows))
             position += len(batch)
     return {name: paths for name, paths in by_part.items() if paths}
-
-
-def never_read_in(rows: pa.RecordBatch) -> NeverRead:
-    """What these staged records have that was never read."""
-    paths, values = rows.column("unread"), rows.column("unread_values")
-    if paths.null_count == len(paths):  # nearly always, and quicker to see
-        return {}
-    encoded = paths.dictionary_encode()  # numbers in the order of appearance
-    numbers = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy()
-    _, firsts, counts = np.unique(numbers, return_index=True, return_counts=True)
-    texts = encoded.dictionary.to_pylist()
-    examples = values.take(pa.array(firsts)).to_pylist()
-    return never_read(zip(texts, counts.tolist(), examples, strict=False))
 
 
 def has_videos(staged: Path) -> bool:

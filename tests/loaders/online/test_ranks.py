@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tiny_vlm import TinyVLM, accumulate
 
 from isobatch.common.errors import Cancelled, ConfigError, DataError
+from isobatch.counting.record_counter import RejectedSample
 from isobatch.loaders import BalancedLoader
-from isobatch.loaders.online._packer_door import RejectedSample
 from isobatch.loaders.ranks.exchange import RankExchange
 from isobatch.loaders.ranks.store import RankMissing
 from isobatch.packer.verify import require_intact, verify_build

@@ -15,7 +15,7 @@ import torch
 
 from isobatch.common.errors import Cancelled
 from isobatch.common.types import COUNT_COLUMNS
-from isobatch.loaders.online._packer_door import RejectedSample
+from isobatch.counting.record_counter import RejectedSample
 from isobatch.loaders.online.lengths import LengthOptions
 from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.own.streams import StreamRecords

@@ -1,73 +1,30 @@
-"""The packer's counting: the one place where `loaders` uses `packer`.
+"""Records counted and packed by number, in any order: `RecordCounter`.
 
-For loading without a build: records are counted and tokenised by the packer's own code, so samples
-are those of a build.
+For loading without a build; `packer build` counts chunks of files by the same `SampleCounter`, and
+packs by the same `pack_block`, so samples are those of a build.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from isobatch.balance.grouping.caps import GroupOptions, choose_limits
-from isobatch.common.consoles import messages
-from isobatch.common.errors import ConfigError
-from isobatch.common.types import COUNT_COLUMNS, BoolArray, FloatArray, IntArray
-from isobatch.common.visible_text import visible
+from isobatch.common.types import COUNT_COLUMNS, BoolArray, IntArray
 from isobatch.counting.pack_block import CountedBlock, PackOptions, pack_block
-from isobatch.counting.records.fields import (
-    NeverRead,
-    add_columns,
-    add_described,
-    add_never_read,
-    never_read_line,
-)
+from isobatch.counting.records.fields import NeverRead, never_read
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
-from isobatch.counting.records.record import BY_CHOICE, RawRecord
-from isobatch.counting.records.user_map import ALL_COLUMNS
+from isobatch.counting.records.record import RawRecord
 from isobatch.counting.sample_counter import CountSettings, SampleCounter
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
-from isobatch.loaders.online.encoded import EncodedSample
-from isobatch.loaders.online.records import BrokenRecord
-from isobatch.models.flops import FlopsModel
-from isobatch.models.folder.find_model import find_model, is_folder
 from isobatch.models.presets import ModelPreset
-from isobatch.packer.config import DEMO_MODEL, BuildConfig
-from isobatch.packer.count.record_table import RecordTable, read_records
-from isobatch.packer.count.staging import never_read_in
-from isobatch.packer.demo.dataset import demo_tokenizer_path
-from isobatch.packer.progress import StageProgress
-from isobatch.packer.sources.columns import named_columns
-from isobatch.packer.sources.dataset import Dataset
 from isobatch.shards.stored_group import EMPTY_GROUP, PackedBlock, PackedFiles, StoredGroup
-
-__all__ = [
-    "BY_CHOICE",
-    "FlopsModel",
-    "GroupOptions",
-    "NeverRead",
-    "RawRecord",
-    "Reading",
-    "RecordCounter",
-    "RecordTable",
-    "add_never_read",
-    "choose_limits",
-    "column_texts",
-    "columns_of_records",
-    "find_records",
-    "never_read_line",
-    "visible",
-    "write_build",
-    "write_page",
-]
-
 
 MEMORY_SOURCE = "record"
 """Source of records in memory that name none."""
@@ -104,8 +61,11 @@ class CountedRecords:
     """Content of files that came with the records, by the names that the table has for them."""
     never_read: dict[str, NeverRead] = field(default_factory=dict)
     """Part of the dataset -> keys of its usable records that nothing reads."""
-    encoded: Sequence[EncodedSample | None] = ()
-    """What a function of the user's made of each record, if there is one."""
+
+    encoded: Sequence[Any] = ()
+    """What the caller has made of each record, if anything."""
+    encoded_bytes: int = 0
+    """Memory of that."""
 
     @property
     def has_videos(self) -> bool:
@@ -116,69 +76,43 @@ class CountedRecords:
     @property
     def num_bytes(self) -> int:
         """Memory of tokens, files and arrays."""
-        files = sum(map(len, self.blobs.values())) + int(self.table.nbytes)
-        return files + sum(each.num_bytes for each in self.encoded if each)
+        return sum(map(len, self.blobs.values())) + int(self.table.nbytes) + self.encoded_bytes
 
 
-def find_records(  # noqa: PLR0913 - as of `PackingConfig`
-    place: str,
-    data_root: str | None,
-    keep_columns: tuple[str, ...],
-    *,
-    columns: Mapping[str, str] | None = None,
-    all_columns: bool,
-    seed: int,
-    shows: bool,
-) -> RecordTable:
-    """The records of what `packer build --dataset` takes, indexed; `shows` progress."""
-    keep = (*keep_columns, ALL_COLUMNS) if all_columns else keep_columns
-    progress = StageProgress(messages) if shows else StageProgress()
-    return read_records(place, data_root, keep, seed, progress, column_texts(columns))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordPlaces:
+    """Where the records of a dataset come from that is named by its place."""
+
+    sources: list[tuple[str, str]]
+    """Name and data root of each part of the dataset."""
+    parts: IntArray
+    """Part of each record, by its number."""
+    suffixes: dict[int, str]
+    """Number of a record -> what its id gets, where an earlier one has the same."""
+    unread: dict[str, NeverRead]
+    """Name of a part -> columns that its records come without."""
 
 
-def column_texts(columns: Mapping[str, str] | None) -> tuple[str, ...]:
-    """As `packer build --columns` takes them."""
-    return tuple(f"{ours}={theirs}" for ours, theirs in (columns or {}).items())
+@dataclass(frozen=True, slots=True)
+class BrokenRecord:
+    """A record that cannot be read."""
+
+    why: str
+    reason: str = "unreadable_record"
+    """Key of `counting.records.record.REASONS`."""
+    value: Any = None
+    """What is known of it."""
 
 
-def columns_of_records(columns: Mapping[str, str]) -> frozenset[str]:
-    """Their columns that `columns` names; keys of turns are none of them."""
-    named = named_columns(columns.items())
-    return frozenset() if named is None else named.theirs
+class Renaming(Protocol):
+    """How a dataset names what the schemas read."""
 
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Their name and ours of each column."""
 
-def write_build(
-    options: dict[str, Any],
-    dataset: Dataset | None,
-    part_sizes: list[int],
-    chunks: Iterator[tuple[pa.RecordBatch, dict[str, bytes]]],
-    note: str,
-) -> None:
-    """Write the build of a dataset, None for one in memory; `options` of `BuildConfig`.
-
-    `chunks` are its records, staged, as `CountedSamples` describes them.
-    """
-    from isobatch.packer.write import counted_build  # noqa: PLC0415  loads what reports need
-
-    dataset = dataset or counted_build.dataset_in_memory(MEMORY_SOURCE)
-    samples = counted_build.CountedSamples(
-        dataset=dataset, part_sizes=part_sizes, chunks=chunks, note=note
-    )
-    config = BuildConfig(dataset=dataset.name, **options)
-    counted_build.CountedBuilder(config, StageProgress(messages), samples).run()
-
-
-def write_page(
-    path: Path, report: dict[str, Any], ratios: FloatArray, rejected: Sequence[RejectedSample]
-) -> None:
-    """Write a loader's report as HTML. ConfigError if the file cannot be written."""
-    from isobatch.packer.report.loading import write_loading_page  # noqa: PLC0415  as above
-
-    reasons = [(each.reason, f"{each.sample_id}: {each.detail}") for each in rejected]
-    try:
-        write_loading_page(path, report, ratios, reasons)
-    except OSError as error:
-        raise ConfigError(f"{path}: the report cannot be written: {error.strerror}") from None
+    def apply(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record with our names."""
 
 
 class _BlobsInMemory:
@@ -193,47 +127,39 @@ class _BlobsInMemory:
 
 
 class RecordCounter:
-    """Counts records for one model and tokenizer."""
+    """Counts records for one model and tokenizer, and packs the counted ones."""
 
     chunk_records = 128
     """Records that are counted together: few, because each may have images of some megabytes."""
     row_bytes = 0
     empty_group = EMPTY_GROUP
 
-    def __init__(  # noqa: PLR0913 - options by name, as of `PackingConfig`
+    def __init__(  # noqa: PLR0913 - options by name
         self,
-        model: str | ModelPreset,
+        model: ModelPreset,
         *,
-        tokenizer: str | None = None,
+        tokenizer: str,
         chat_template: str | None = None,
         template_date: str | None = None,
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
-        columns: Mapping[str, str] | None = None,
-        places: RecordTable | None = None,
+        renaming: Renaming | None = None,
+        columns: tuple[str, ...] = (),
+        places: RecordPlaces | None = None,
         reading: Reading = DEFAULT_READING,
     ) -> None:
-        """`model` and `tokenizer` as in `packer build`; the demo's tokenizer for no known model.
+        """Options as of `packer build`; `tokenizer` is a folder or Hub id.
 
-        `places`: where the records are from; those in memory are of the source "record".
+        `places`: where the records are from; those in memory are of the source "record", their
+        paths begin at `data_root`, and `renaming` gives them our names. `columns` are the names as
+        texts, which the identity has.
         """
-        name = model if isinstance(model, str) else DEMO_MODEL
-        self.model = find_model(model) if isinstance(model, str) else model
-        if tokenizer is None:
-            tokenizer = name if is_folder(name) else None
-        if tokenizer is None and name == DEMO_MODEL:
-            tokenizer = str(demo_tokenizer_path())
-        if tokenizer is None:
-            raise ConfigError(f"model is the preset {model}; give the tokenizer to train with too")
-        self.tokenizer_source = tokenizer
-        self._names, self._places = count(), places
-        named = named_columns((columns or {}).items())
-        self._renaming = named if places is None else None  # those of places have our names
-        parts = [] if places is None else places.dataset.parts
-        self._sources = [(part.name, part.data_root) for part in parts] or [(MEMORY_SOURCE, "/")]
+        self.model, self.tokenizer_source = model, tokenizer
+        self._numbers, self._places, self._renaming = count(), places, renaming
+        self._sources = [(MEMORY_SOURCE, "/")] if places is None else places.sources
         self._counter = SampleCounter(
             CountSettings(
-                model=self.model,
+                model=model,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
                 template_date=template_date,
@@ -245,9 +171,9 @@ class RecordCounter:
         self.tokenizer: ChatTokenizer = self._counter.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.image_token_id = self.tokenizer.image_token_id
-        rules = blake2b(repr(self.model).encode(), digest_size=8).hexdigest()
-        self.identity = f"{self.model.name} {rules} {self.tokenizer.hash[:16]}"
-        self.identity += f" {column_texts(columns)}" if columns else ""
+        rules = blake2b(repr(model).encode(), digest_size=8).hexdigest()
+        self.identity = f"{model.name} {rules} {self.tokenizer.hash[:16]}"
+        self.identity += f" {columns}" if columns else ""
         if options := reading.identity():
             drawn = {"seed": reading.seed} if reading.answers == "drawn" else {}
             self.identity += f" {options | drawn}"
@@ -272,11 +198,8 @@ class RecordCounter:
         ids, sources, details = (
             table.column(name).to_pylist() for name in ("sample_id", "source", "detail")
         )
-        rejected = [
-            RejectedSample(*each)
-            for each in zip(indices.tolist(), ids, sources, reasons, details, strict=True)
-            if each[3] is not None
-        ]
+        rows = zip(indices.tolist(), ids, sources, reasons, details, strict=True)
+        rejected = [RejectedSample(*row) for row in rows if row[3] is not None]
         return CountedRecords(
             indices=indices,
             counts=np.stack(columns, axis=1).astype(np.int32),
@@ -290,20 +213,16 @@ class RecordCounter:
 
     def unread_columns(self) -> dict[str, NeverRead]:
         """Part of the dataset -> columns that its records come without."""
-        found: dict[str, NeverRead] = {}
-        for part in self._places.dataset.parts if self._places is not None else ():
-            add_columns(found.setdefault(part.name, {}), part.open().unread_columns(), ())
-            add_described(found[part.name], part.located.unread)
-        return {name: columns for name, columns in found.items() if columns}
+        return {} if self._places is None else dict(self._places.unread)
 
     def _never_read(self, table: pa.RecordBatch, parts: IntArray) -> dict[str, NeverRead]:
         if table.column("unread").null_count == len(table):  # nearly always, and quicker to see
             return {}
-        found = {
+        of_sources = {
             self._sources[part][0]: never_read_in(table.filter(pa.array(parts == part)))
             for part in np.unique(parts).tolist()
         }
-        return {name: paths for name, paths in found.items() if paths}
+        return {name: paths for name, paths in of_sources.items() if paths}
 
     def _parts(self, indices: IntArray) -> IntArray:
         """Part of the dataset that each record is from."""
@@ -319,7 +238,7 @@ class RecordCounter:
         ]
         tables, blobs, order = [], {}, np.argsort(parts, kind="stable")
         for part in np.unique(parts).tolist():
-            name = str(next(self._names))  # of its own, so that records of several may be joined
+            name = str(next(self._numbers))  # of its own, so that records of several may be joined
             chosen = [records[place] for place in order[parts[order] == part].tolist()]
             source, root = self._sources[part]
             counted = self._counter.count(chosen, source, root, name)
@@ -343,10 +262,10 @@ class RecordCounter:
         left out: its files are not those that were counted.
         """
         batches = [counted.table.take(pa.array(rows)) for counted, rows in parts]
-        found = np.concatenate([counted.indices[rows] for counted, rows in parts])
-        row_of = {index: row for row, index in enumerate(found.tolist())}
+        joined = np.concatenate([counted.indices[rows] for counted, rows in parts])
+        row_of = {index: row for row, index in enumerate(joined.tolist())}
         rows = np.array([row_of[index] for index in order.tolist() if index in row_of])
-        staged, indices = pa.concat_batches(batches).take(pa.array(rows)), found[rows]
+        staged, indices = pa.concat_batches(batches).take(pa.array(rows)), joined[rows]
         ids = staged.column("sample_id").to_pylist()
         group = CountedBlock(
             samples=staged,
@@ -365,17 +284,30 @@ class RecordCounter:
         return _stored_group(block), changed
 
 
+def never_read_in(rows: pa.RecordBatch) -> NeverRead:
+    """What these counted records have that was never read."""
+    paths, values = rows.column("unread"), rows.column("unread_values")
+    if paths.null_count == len(paths):  # nearly always, and quicker to see
+        return {}
+    encoded = paths.dictionary_encode()  # numbers in the order of appearance
+    numbers = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy()
+    _, firsts, counts = np.unique(numbers, return_index=True, return_counts=True)
+    texts = encoded.dictionary.to_pylist()
+    examples = values.take(pa.array(firsts)).to_pylist()
+    return never_read(zip(texts, counts.tolist(), examples, strict=False))
+
+
 def _with_suffixes(
     table: pa.RecordBatch, indices: IntArray, suffixes: dict[int, str]
 ) -> pa.RecordBatch:
     """Ids that are those of earlier records too, told apart."""
-    given = [suffixes.get(index, "") for index in indices.tolist()]
-    if not any(given):
+    endings = [suffixes.get(index, "") for index in indices.tolist()]
+    if not any(endings):
         return table
     place = table.schema.get_field_index("sample_id")
     ids = table.column(place).to_pylist()
     columns = table.columns
-    columns[place] = pa.array([own + suffix for own, suffix in zip(ids, given, strict=True)])
+    columns[place] = pa.array([name + ending for name, ending in zip(ids, endings, strict=True)])
     return pa.record_batch(columns, schema=table.schema)
 
 
