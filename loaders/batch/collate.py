@@ -17,8 +17,7 @@ from torch import Tensor
 from isobatch.balance.loss_weights import LossWeights, sample_weights
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import LABEL_IGNORE
-from isobatch.loaders.batch._processed_images import EncodedFields, ProcessedFields
-from isobatch.loaders.batch._vision import VisionFields
+from isobatch.loaders.batch._vision import EncodedFields, ProcessedFields, VisionFields
 from isobatch.loaders.batch.broken_files import BrokenFiles
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import AudioForm, LoaderConfig

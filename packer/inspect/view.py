@@ -4,6 +4,9 @@ Reads the manifest, the group's row of the index, its rows of the tables and its
 may be of any size (at a URI, index and tables are fetched). Terminal, page and JSON show this view.
 """
 
+import base64
+import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -13,17 +16,20 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
-from isobatch.common.errors import ConfigError, DamagedShard, first_line
+from isobatch.common.errors import ConfigError, DamagedShard, DataError, first_line
 from isobatch.common.types import COUNT_COLUMNS, Limits
-from isobatch.media.frame_archive import pack_frames
+from isobatch.counting.headers.video_header import first_frame
+from isobatch.counting.records.media import SampleProblem
+from isobatch.media.decoder_faults import fault_of, quiet_decoders
+from isobatch.media.frame_archive import is_frame_archive, pack_frames, unpack_frames
 from isobatch.models.audio_tokens import plan_clip
 from isobatch.models.image_tokens import ImagePlan, plan_image
 from isobatch.models.video_rules import VideoRule
 from isobatch.models.video_tokens import VideoFacts, plan_video
 from isobatch.packer.demo.dataset import demo_tokenizer_path
-from isobatch.packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from isobatch.packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
 from isobatch.packer.sources.dataset import DEMO
 from isobatch.packer.table_queries import find_rows, read_rows
@@ -38,6 +44,21 @@ from isobatch.shards.tar_shards import decode_tar
 _TABLES = (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME, REJECTED_NAME)
 Row = dict[str, Any]
 """What the counts table says about a sample."""
+MOST_PIXELS = 160
+"""Longer side of a thumbnail."""
+JPEG_QUALITY = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thumbnail:
+    """A picture of at most MOST_PIXELS per side, as a `data:` URI."""
+
+    uri: str
+    width: int
+    height: int
+    full_width: int
+    """Width of the decoded image, upright."""
+    full_height: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,3 +369,41 @@ def _change(thumbnail: Thumbnail, width: int, height: int) -> str:
     if size == (width, height):
         return ""
     return f"is {size[0]} x {size[1]} now, but was counted as {width} x {height}; build again"
+
+
+# --- pictures: damaged files are what a person looks for, so an error is a value here ---
+
+
+def make_thumbnail(data: bytes, *, is_video: bool = False) -> Thumbnail | str:
+    """The thumbnail of an image or a video's first frame, or in one line why there is none."""
+    try:
+        if is_video and not is_frame_archive(data):
+            return _shrunk(first_frame(io.BytesIO(data)))
+        if is_video:
+            data = unpack_frames(data)[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            quiet_decoders()
+            with Image.open(io.BytesIO(data)) as image:
+                return _shrunk(ImageOps.exif_transpose(image))
+    except (SampleProblem, DataError) as error:
+        return first_line(error)
+    except Exception as error:  # of any type: decoders raise what they like
+        return fault_of(error).detail if data else "the file is empty"
+
+
+def _shrunk(upright: Image.Image) -> Thumbnail:
+    full_width, full_height = upright.size
+    has_alpha = upright.has_transparency_data
+    picture = upright.convert("RGBA" if has_alpha else "RGB")
+    picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    buffer = io.BytesIO()
+    kind = "png" if has_alpha else "jpeg"
+    picture.save(buffer, kind, **({} if has_alpha else {"quality": JPEG_QUALITY}))
+    return Thumbnail(
+        uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}",
+        width=picture.width,
+        height=picture.height,
+        full_width=full_width,
+        full_height=full_height,
+    )
