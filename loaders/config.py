@@ -28,16 +28,16 @@ Transparency = Literal["drop", "white"]
 OnError = Literal["raise", "skip"]
 ImageForm = Literal["patches", "resized", "encoded"]
 
-_LEAST = {
+_MINIMUMS = {
     "rank_timeout_s": 1,
     "micro_batches_per_step": 1,
     "seed": 0,
     "regroup_window": 1,
     "prefetch_bytes": 0,
 }
-_OWN = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
-_OWN |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
-_OWN |= {"images", "image_transform"}
+_OF_ONE_RANK = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
+_OF_ONE_RANK |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
+_OF_ONE_RANK |= {"images", "image_transform"}
 """Options that may differ between ranks: their steps are the same."""
 _OF_RANKS = "dp_rank", "dp_world_size", "process_group", "device_mesh", "dp_dims", "check_ranks"
 """Options that say which ranks there are."""
@@ -161,7 +161,7 @@ class LoaderConfig:
     audio: AudioForm = "waveform"
     """Form of `MicroBatch.audio_values`, which says what each gives."""
     on_error: OnError = "raise"
-    """For an image or a clip that has broken since it was packed, or that cannot be decoded:
+    """What an image or a clip does that has broken since it was packed, or cannot be decoded:
     "raise" a DataError that names the sample, or "skip" what its sample teaches: its labels become
     -100 and its file black or silent, so that all shapes and all ranks stay as planned. Skipped
     samples are in `MicroBatch.skipped` and counted in `LoaderStats.skipped_samples`, with a warning
@@ -173,15 +173,15 @@ class LoaderConfig:
     """Cache, time limit and checksums (`loaders.StorageOptions`)."""
 
     def __new__(cls, **options: Any) -> Self:
-        """As the constructor; ConfigError for an option that is not there."""
+        """A config as the constructor makes it; ConfigError for an option that is not there."""
         check_names(LoaderConfig, options)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, least in _LEAST.items():
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        for name, minimum in _MINIMUMS.items():
+            if (value := getattr(self, name)) < minimum:
+                raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
         self._check_ranks()
         self._check_choice()
         if not 0 <= self.balance <= MAX_BALANCE:
@@ -190,36 +190,29 @@ class LoaderConfig:
             )
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
-        self._check_device()
-        if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
-            raise ConfigError(
-                f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
-            )
-        self._check_transforms()
-        if self.on_error == "skip" and self.images == "encoded":
-            raise ConfigError(
-                "on_error='skip' needs decoded images, but images='encoded' decodes none; leave out"
-                " one of them"
-            )
-
-    def _check_device(self) -> None:
         try:
             device = torch.device("cpu" if self.device is None else self.device)
             if device.type == "cuda" and not torch.cuda.is_available():
                 raise RuntimeError("torch finds no GPU here")
         except RuntimeError as error:
             raise ConfigError(f"device is {self.device!r}: {first_line(error)}") from None
-
-    def _check_transforms(self) -> None:
-        if self.image_transform is not None and self.images == "encoded":
+        if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
             raise ConfigError(
-                "image_transform needs decoded images, but images='encoded' decodes none; leave "
-                "out one of them"
+                f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
+            )
+        needs_pixels = "image_transform" if self.image_transform is not None else ""
+        if self.on_error == "skip":
+            needs_pixels = needs_pixels or "on_error='skip'"
+        if needs_pixels and self.images == "encoded":
+            raise ConfigError(
+                f"{needs_pixels} needs decoded images, but images='encoded' decodes none; leave out"
+                " one of them"
             )
 
     def _check_choice(self) -> None:
         """ConfigError if shuffling and the choice of samples do not fit."""
-        fraction, wrong = self.validation_fraction, ""
+        fraction = self.validation_fraction
+        wrong = ""
         if not 0 < fraction < 1:
             wrong = f"validation_fraction is {fraction}; it must be between 0 and 1"
         elif self.limit is not None and self.limit < 1:
@@ -242,9 +235,9 @@ class LoaderConfig:
                 "neither to use torch.distributed's"
             )
         ways = ("dp_rank", "process_group", "device_mesh")
-        given = [name for name in ways if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are given; each says which rank this is")
+        names = [name for name in ways if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} are given; each says which rank this is")
         if self.dp_dims is not None and self.device_mesh is None:
             raise ConfigError(f"dp_dims is {self.dp_dims!r}; it is for a device_mesh")
         rank, size = self.ranks()
@@ -285,15 +278,15 @@ class LoaderConfig:
 
     def shared(self) -> dict[str, str]:
         """What all `peers` must have been given, by option."""
-        given = {name: getattr(self, name) for name in self.__slots__ if name not in _OWN}
-        given["dp_world_size"] = self.ranks()[1]
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in _OF_ONE_RANK}
+        values["dp_world_size"] = self.ranks()[1]
         if (mesh := self.device_mesh) is not None:
-            given["device_mesh"] = mesh.mesh_dim_names, mesh.mesh.tolist()
+            values["device_mesh"] = mesh.mesh_dim_names, mesh.mesh.tolist()
         return {
             name: getattr(value, "__qualname__", type(value).__name__)
             if callable(value)
             else repr(value)
-            for name, value in given.items()
+            for name, value in values.items()
         }
 
     def step_config(self) -> StepConfig:

@@ -67,16 +67,17 @@ class StreamingLoader(StepStream):
                 raise ConfigError("decode_images is now images: write images='encoded' for False")
             check_names(LoaderConfig, options)
             if not is_config:
-                given = f"config is {config!r}"
-                raise ConfigError(f"{given}; give a LoaderConfig, or options as keywords")
-            whole = replace(config or LoaderConfig(), **options)
+                problem = f"config is {config!r}"
+                raise ConfigError(f"{problem}; give a LoaderConfig, or options as keywords")
+            config = replace(config or LoaderConfig(), **options)
         except ConfigError as error:
             tell_wrong_options(error, options, config if is_config else None)
             raise
-        config, (rank, size) = whole, whole.ranks()
+        rank, size = config.ranks()
         # fixed now: worker processes, which get a copy, are not in torch.distributed's group
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
-        self._url, self._config = url, replace(alone, dp_rank=rank, dp_world_size=size)
+        self._url = url
+        self._config = replace(alone, dp_rank=rank, dp_world_size=size)
         self.num_dropped_samples = 0
         peers = config.peers()
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
@@ -104,33 +105,32 @@ class StreamingLoader(StepStream):
                 opened.callback(build.close)
                 if config.on_error == "skip":
                     build.skip_missing_files()
-            self._begin(builds, datasets)
+            manifest = builds[0].manifest
+            self.model = manifest.model
+            self.vocab_size = manifest.vocab_size
+            self.image_token_id = manifest.image_token_id
+            self.video_token_id = manifest.video_token_id
+            self.audio_token_id = manifest.audio_token_id
+            weights = [weight for _, weight in datasets]
+            chosen = choose_samples(builds, config.sample_choice())
+            source = self._source = _step_source(builds, datasets, chosen, config)
+            hashes = ", ".join(build.manifest.hash[:12] for build in builds)
+            self._told = {"the build's manifest": hashes, "weights": repr(weights)}
+            self._steps = Steps(source, config.step_config(), config.planner)
+            num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
+            self._reader = SampleReader(builds)
+            self._meter = Meter(num_left_out, len(builds))
+            self._builder = StepBuilder(self._reader, self.model, config, self._meter)
             opened.pop_all()  # nothing failed
-
-    def _begin(self, builds: Sequence[Build], datasets: Sequence[tuple[Url, float]]) -> None:
-        """The beginning of the first epoch."""
-        config, manifest = self._config, builds[0].manifest
-        self.model, self.vocab_size = manifest.model, manifest.vocab_size
-        self.image_token_id, self.video_token_id = manifest.image_token_id, manifest.video_token_id
-        self.audio_token_id = manifest.audio_token_id
-        weights = [weight for _, weight in datasets]
-        chosen = choose_samples(builds, config.sample_choice())
-        source = self._source = _step_source(builds, datasets, chosen, config)
-        hashes = ", ".join(build.manifest.hash[:12] for build in builds)
-        self._told = {"the build's manifest": hashes, "weights": repr(weights)}
-        self._steps = Steps(source, config.step_config(), config.planner)
-        num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
-        self._reader, self._meter = SampleReader(builds), Meter(num_left_out, len(builds))
-        self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
-        self._closed, self._resumes = False, False
+        self._closed = self._resumes = False
 
     def _open_again(self) -> None:
         self.__setstate__(self._pickled())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: they open the build themselves."""
+        """State for worker processes, which open the build themselves."""
         for field in fields(self._config):
             if callable(value := getattr(self._config, field.name)):
                 _require_pickled(field.name, value)
@@ -156,24 +156,24 @@ class StreamingLoader(StepStream):
 
 def _datasets(url: object, config: LoaderConfig) -> list[tuple[Url, float]]:
     """The builds and their weights. ConfigError if they or their use are wrong."""
-    given: list[Any] = [url]
+    datasets: list[Any] = [url]
     if isinstance(url, Mapping | list | tuple):
-        given = list(url.items() if isinstance(url, Mapping) else url)
-    if all(_is_url(each) for each in given):
-        given = [(each, 1.0) for each in given]
-    wrong = [each for each in given if not _is_weighted(each)]
-    if wrong or not given:
+        datasets = list(url.items() if isinstance(url, Mapping) else url)
+    if all(_is_url(entry) for entry in datasets):
+        datasets = [(entry, 1.0) for entry in datasets]
+    wrong = [entry for entry in datasets if not _is_weighted(entry)]
+    if wrong or not datasets:
         lacks = ", without a weight" * (bool(wrong) and _is_url(wrong[0]))
         what = f"a dataset is {wrong[0]!r}{lacks}" if wrong else f"datasets are {url!r}"
         raise ConfigError(
             f"{what}; give the folder or URI of a build, or a list of them, or of pairs "
             "(build, weight) with weights above 0"
         )
-    if config.mixing_weights is not None and any(weight != 1 for _, weight in given):
+    if config.mixing_weights is not None and any(weight != 1 for _, weight in datasets):
         raise ConfigError("mixing_weights are given; leave out the weights of the datasets")
-    if not config.shuffle and len({weight for _, weight in given}) > 1:
+    if not config.shuffle and len({weight for _, weight in datasets}) > 1:
         raise ConfigError("shuffle=False gives every sample once; give all datasets the weight 1")
-    return [(each, float(weight)) for each, weight in given]
+    return [(entry, float(weight)) for entry, weight in datasets]
 
 
 def _is_url(value: object) -> bool:

@@ -86,19 +86,14 @@ def _chosen(build: ListedBuild, choice: SampleChoice) -> BoolArray:
         is_validation = build.id_hashes() < choice.validation_fraction * 2.0**64
         chosen &= is_validation == (choice.split == "validation")
     if choice.filter is not None:
-        chosen &= _filtered(choice.filter, build)
+        mask = np.asarray(choice.filter(SampleColumns(build)))
+        if mask.dtype != np.bool_ or mask.shape != chosen.shape:
+            raise ConfigError(
+                f"filter gave {mask.dtype} of shape {mask.shape} for {build.manifest.place}; return"
+                f" a bool for each of its {len(chosen)} samples"
+            )
+        chosen &= mask
     return chosen
-
-
-def _filtered(keeps: SampleFilter, build: ListedBuild) -> BoolArray:
-    mask = np.asarray(keeps(SampleColumns(build)))
-    num_samples = int(build.samples.offsets[-1])
-    if mask.dtype != np.bool_ or mask.shape != (num_samples,):
-        raise ConfigError(
-            f"filter gave {mask.dtype} of shape {mask.shape} for {build.manifest.place}; return a "
-            f"bool for each of its {num_samples} samples"
-        )
-    return mask
 
 
 def _limit(
@@ -107,6 +102,6 @@ def _limit(
     """The `limit` samples of the smallest hashes, over all builds: drawn, and always the same."""
     candidates = np.flatnonzero(np.concatenate(chosen))
     hashes = np.concatenate([build.id_hashes() for build in builds])[candidates]
-    kept = np.zeros(sum(map(len, chosen)), bool)
-    kept[candidates[np.argsort(hashes, kind="stable")[:limit]]] = True
-    return np.split(kept, np.cumsum([len(mask) for mask in chosen])[:-1])
+    drawn = np.zeros(sum(map(len, chosen)), bool)
+    drawn[candidates[np.argsort(hashes, kind="stable")[:limit]]] = True
+    return np.split(drawn, np.cumsum([len(mask) for mask in chosen])[:-1])

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from isobatch.loaders._pair_counter import PairCounter
+from isobatch.balance.metrics import num_pairs
+from isobatch.common.types import IntArray
 from isobatch.loaders.steps.step_plan import StepFigures, StepPlan
 
 _NOT_SUMMED = (
@@ -20,6 +21,11 @@ _STEPS, _GROUPS = 256, 1 << 16
 """Steps whose figures are summed at a time, one by one takes ten times as long; fewer of more than
 so many groups together.
 """
+
+REMEMBERED = 1 << 16
+"""Groups of an epoch that are looked for in the next."""
+_BUILD = 1 << 40
+"""Factor that tells groups of several builds apart."""
 
 _Row = TypeVar("_Row")
 
@@ -55,7 +61,7 @@ class LoaderStats:
     label_shares: tuple[float, ...]
     """Share of each of the loader's builds in the weights of all labels so far, on all ranks."""
     gradient_shares: tuple[float, ...]
-    """The same of the losses as they are divided: another share shows that `loss_normalizer="step"`
+    """Shares in the losses as they are divided: another share shows that `loss_normalizer="step"`
     weighs a build's labels more than others'.
     """
     repeated_pairs: float | None
@@ -76,7 +82,8 @@ class Meter:
         self._parts: list[tuple[float, float, int]] = []
         self._steps: list[tuple[StepFigures, int, int, float, float | None]] = []
         # over complete rounds, or the first round until there is one; of ViT and LLM
-        self._num_rounds, self._ratio_sums = 0, np.zeros(2)
+        self._num_rounds = 0
+        self._ratio_sums = np.zeros(2)
         self._first_ratios: NDArray[np.float64] | None = None
         # of each step, shape (2, steps) of some steps each
         self._step_ratios = [np.zeros((2, 0), np.float32)]
@@ -164,8 +171,8 @@ class Meter:
         )
         complete = np.concatenate([part.complete.ravel() for part in parts])
         # (2, rounds), both
-        most = tokens.max(axis=1)
-        ratios = (most[:, None] - tokens).mean(axis=1) / np.maximum(most, 1)
+        largest = tokens.max(axis=1)
+        ratios = (largest[:, None] - tokens).mean(axis=1) / np.maximum(largest, 1)
         self._ratio_sums += ratios[:, complete].sum(axis=1)
         self._num_rounds += int(complete.sum())
         rounds = [part.complete.shape[1] for part in parts for _ in part.complete]
@@ -184,6 +191,59 @@ class Meter:
             for row, values in enumerate((part.weights, part.weights / divisors)):
                 self._weights[row] += np.bincount(part.builds, values, self._weights.shape[1])
             self._pairs.add(part.epoch, part.builds, part.numbers, sizes)
+
+
+class PairCounter:
+    """Counts how often groups of a step shared one in the epoch before too.
+
+    Remembers which step the first groups of an epoch came in, a megabyte at most, and looks for
+    pairs of them in the next epoch's steps: an estimate of `metrics.repeated_pairs`.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._num_steps = 0
+        self._num_groups = 0
+        # keys and steps of the epoch under way, and of the one before, sorted by key
+        self._parts: list[IntArray] = []
+        self._keys, self._steps = np.empty((2, 0), np.int64)
+        self._chance = self._again = self._by_chance = 0.0
+
+    def add(self, epoch: int, builds: IntArray, numbers: IntArray, sizes: IntArray) -> None:
+        """Count steps of `sizes` groups, which have a number in their build."""
+        if epoch != self._epoch:
+            self._begin(epoch)
+        keys = builds * _BUILD + numbers
+        steps = self._num_steps + np.repeat(np.arange(len(sizes)), sizes)
+        self._num_steps += len(sizes)
+        if self._num_groups < REMEMBERED:
+            self._parts.append(np.stack([keys, steps]))
+            self._num_groups += len(keys)
+        if len(self._keys):
+            places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            is_known = self._keys[places] == keys
+            now, before = steps[is_known], self._steps[places[is_known]]
+            self._again += num_pairs(now * (len(self._steps) + 1) + before)
+            self._by_chance += num_pairs(now) * self._chance
+
+    @property
+    def repeated_pairs(self) -> float | None:
+        """Pairs that met again, relative to chance; None before two groups could have."""
+        return self._again / self._by_chance if self._by_chance else None
+
+    def _begin(self, epoch: int) -> None:
+        """The epoch so far becomes the one before, if it is that."""
+        parts = self._parts if epoch == self._epoch + 1 else []
+        # (2, groups)
+        keys, steps = np.concatenate([np.empty((2, 0), np.int64), *parts], axis=1)
+        order = np.argsort(keys)
+        self._keys, self._steps = keys[order], steps[order]
+        total = len(keys) * (len(keys) - 1) // 2
+        self._chance = num_pairs(steps) / total if total else 0.0
+        self._epoch = epoch
+        self._parts = []
+        self._num_steps = 0
+        self._num_groups = 0
 
 
 def _taken_out(rows: list[_Row]) -> list[_Row]:

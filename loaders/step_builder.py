@@ -89,7 +89,7 @@ class SelectionReader(Protocol):
         """The samples of a selection, in its order."""
 
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
-        """Where each sample of a selection is stored, in its order."""
+        """Place in the builds of each sample of a selection, in its order."""
 
     def release(self, selection: Selection) -> None:
         """Say that what was read is out of use."""
@@ -108,7 +108,8 @@ def plans_ahead(steps: Steps, reader: SelectionReader) -> Iterator[StepPlan]:
     """
     planned: deque[tuple[StepPlan, int]] = deque()
     held = 0  # bytes of what is planned
-    window, is_remote = 1, reader.is_remote
+    window = 1
+    is_remote = reader.is_remote
     while planned or steps.remaining:
         # two windows at the beginning, so that more is requested than the first step
         for _ in range(2 if window == 1 and is_remote else 1):
@@ -145,7 +146,10 @@ class StepBuilder:
     ) -> None:
         """`are_padded`: whether micro-batches are planned to be padded."""
         self._are_padded = are_padded
-        self._reader, self._model, self._config, self._meter = reader, model, config, meter
+        self._reader = reader
+        self._model = model
+        self._config = config
+        self._meter = meter
         self._device = None if config.device is None else torch.device(config.device)
         is_cuda = self._device is not None and self._device.type == "cuda"
         self._pin = is_cuda and torch.cuda.is_available()
@@ -183,39 +187,28 @@ class StepBuilder:
         if not plan.encoders:
             return StepBatches(batches, {}, plan.note)
         remaining = iter(batches)
-        own = [next(remaining) for _ in plan.micro_batches]
-        encoders = {name: [next(remaining) for _ in each] for name, each in plan.encoders.items()}
-        return StepBatches(own, encoders, plan.note)
+        micro_batches = [next(remaining) for _ in plan.micro_batches]
+        encoders = {
+            name: [next(remaining) for _ in selections]
+            for name, selections in plan.encoders.items()
+        }
+        return StepBatches(micro_batches, encoders, plan.note)
 
     def _make(
         self, plan: StepPlan, epoch: int, selection: Selection, encoder: str | None = None
     ) -> MicroBatch:
         """Read, collate and transform one part; in any thread."""
+        config, reader = self._config, self._reader
         begun = time.perf_counter()
-        raw = self._reader.read(selection)
+        raw = reader.read(selection)
         read = time.perf_counter()
         if encoder is not None:
             raw = only_media(raw, encoder)
         elif plan.encoders:
             raw = without_media(raw, plan.encoders)
         num_bytes = stored_bytes(raw)
-        batch = self._collate(raw, plan, epoch, selection)
-        if batch.skipped:
-            self._meter.add_skipped(len(batch.skipped))
-            for why in batch.skipped.values():
-                warnings.warn(visible_line(f"skipped: {why}"), stacklevel=2)
-        if self._config.images != "encoded":
-            self._reader.release(selection)
-        if self._pin:
-            batch = batch.pin_memory()
-        self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)
-        return batch
-
-    def _collate(
-        self, raw: StoredGroup, plan: StepPlan, epoch: int, selection: Selection
-    ) -> MicroBatch:
-        config, seeds = self._config, None
-        stored = self._reader.stored_samples(selection)
+        stored = reader.stored_samples(selection)
+        seeds = None
         if config.image_transform is not None or config.batch_transform is not None:
             seeds = SampleSeeds(config.seed, epoch, stored)
         batch = collate(raw, self._model, config, plan.totals, seeds)
@@ -226,6 +219,15 @@ class StepBuilder:
             )
         builds = tuple(build for build, *_ in stored)
         batch = replace(batch, is_padded=self._are_padded, sample_builds=builds)
-        if seeds is None or config.batch_transform is None:
-            return batch
-        return transform_batch(config.batch_transform, batch, raw.where, seeds)
+        if seeds is not None and config.batch_transform is not None:
+            batch = transform_batch(config.batch_transform, batch, raw.where, seeds)
+        if batch.skipped:
+            self._meter.add_skipped(len(batch.skipped))
+            for why in batch.skipped.values():
+                warnings.warn(visible_line(f"skipped: {why}"), stacklevel=2)
+        if config.images != "encoded":
+            reader.release(selection)
+        if self._pin:
+            batch = batch.pin_memory()
+        self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)
+        return batch

@@ -55,7 +55,7 @@ class StepStream:
     _builder: StepBuilder
     _checks: RankChecks | None
     _awaited = Awaited()
-    """Of loaders that wait for other ranks while training runs, one of their own."""
+    """Shared, but for loaders that wait for other ranks while training runs."""
     _told: dict[str, str]
     """What all ranks must have been given, by name."""
     _pid: int
@@ -145,11 +145,11 @@ class StepStream:
                 "loaded; use the newer iterator"
             )
         begun = time.perf_counter()
-        made = next(running, None)
+        result = next(running, None)
         waiting_s = time.perf_counter() - begun
-        if made is None:
+        if result is None:
             return None
-        plan, batches = made
+        plan, batches = result
         step = self._builder.step(plan, batches)
         # only now: a state taken after a step that raised still has that step before it
         self._steps.move_past(plan)
@@ -214,7 +214,7 @@ class StepStream:
             self._reader.close()
 
     def _open_again(self) -> None:
-        """In a fork, which lacks the threads, and where locks that they held are never released."""
+        """Open again in a fork, which lacks the threads and where no lock of theirs is released."""
         raise NotImplementedError
 
     def _check_open(self) -> None:

@@ -88,7 +88,7 @@ def _failed(option: str, what: str, error: Exception) -> ConfigError:
     return ConfigError(f"{option} failed on {what}: {type(error).__name__}: {first_line(error)}")
 
 
-def _described(given: object) -> str:
-    if isinstance(given, np.ndarray):
-        return f"an array of {given.dtype} {given.shape}"
-    return f"a {type(given).__name__}"
+def _described(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {value.shape}"
+    return f"a {type(value).__name__}"

@@ -6,7 +6,7 @@ and whole shards are not repeated. The bytes are those of an undisturbed build.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ from isobatch.packer.report.build_summary import (
     require_few,
 )
 from isobatch.packer.sources.columns import parse_columns
-from isobatch.packer.sources.dataset import DEMO, Dataset, find_dataset, require_all
+from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
 from isobatch.packer.write.write_shards import (
     ShardTask,
@@ -195,12 +195,7 @@ class Builder:
         keep = self.config.kept_columns
         if self.config.map is not None:
             keep = (*keep, ALL_COLUMNS)
-        seed = self.config.seed
-        parts = (
-            replace(part, located=replace(part.located, keep=keep).seeded(seed))
-            for part in dataset.parts
-        )
-        return replace(dataset, parts=tuple(parts))
+        return dataset.keeping(keep, self.config.seed)
 
     def _demo(self) -> Dataset:
         if self.publisher and self.config.format == "refs" and not self.config.data_root:
@@ -213,17 +208,13 @@ class Builder:
             with self.progress.stage("draw", None, unit="demo samples") as stage:
                 write_demo(folder)
                 stage.count(DEMO_SAMPLES)
-        found = find_dataset(str(folder), None)
-        named = replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
-        return self._keeping(named)
+        return self._keeping(demo_dataset(folder))
 
     def _count(self, dataset: Dataset) -> _Counts:
         """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
         config = self.config
         if not self.staging.samples.exists():
-            self._note_missing(dataset)
-            self._note_processor()
-            self._note_date()
+            self._note_surprises(dataset)
             settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
@@ -261,23 +252,16 @@ class Builder:
     def _count_records(self, dataset: Dataset, settings: CountSettings) -> None:
         count_dataset(dataset, settings, self.staging, self.progress)
 
-    def _note_missing(self, dataset: Dataset) -> None:
-        """Say before the work which kept columns the first records do not have."""
-        if not (keep := self.config.kept_columns) or self.config.map:
-            return
-        found = _columns(dataset)
-        for name in (name for name in keep if name not in found):
+    def _note_surprises(self, dataset: Dataset) -> None:
+        """Say before the work what a user may not expect of columns, model and chat template."""
+        keep = () if self.config.map else self.config.kept_columns
+        columns = _columns(dataset) if keep else set[str]()
+        for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            self._note(f"{note} {', '.join(sorted(found))}")
-
-    def _note_processor(self) -> None:
-        """Say what is not known of a model whose images go through its own processor."""
+            self._note(f"{note} {', '.join(sorted(columns))}")
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
             self._note(f"note: {self.model.description}, {unknown}")
-
-    def _note_date(self) -> None:
-        """Say which day a chat template writes that asks for today's."""
         if day := self.tokenizer.template_date:
             self._note(f"note: the chat template writes a date: {day} (--template-date)")
 
@@ -300,13 +284,13 @@ class Builder:
     def _never_read(self, dataset: Dataset, num_records: list[int]) -> dict[str, NeverRead]:
         """What nothing reads, by part: keys of records, and columns that records come without."""
         names = [part.name for part in dataset.parts]
-        found = staged_never_read(self.staging.samples, names, num_records)
+        by_part = staged_never_read(self.staging.samples, names, num_records)
         for part in dataset.parts:
-            columns = found.pop(part.name, {})
+            columns = by_part.pop(part.name, {})
             add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
             add_described(columns, part.located.unread)
-            found |= {part.name: columns} if columns else {}
-        return found
+            by_part |= {part.name: columns} if columns else {}
+        return by_part
 
     def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
         """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.plain_values import write_text
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.counting.records.user_map import load_map
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
@@ -22,7 +23,7 @@ from isobatch.models.presets import ModelPreset, model_to_dict
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.group import Grouping
 from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
-from isobatch.shards.folders import is_uri, open_folder
+from isobatch.shards.folders import absolute, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
@@ -64,7 +65,7 @@ class BuildIdentity:
             **{key: getattr(self.config, key) for key in keys},
             **({"map": load_map(self.config.map).identity()} if self.config.map else {}),
             **({"reading": reading} if (reading := self.config.reading.identity()) else {}),
-            **({"keep_columns": list(kept)} if (kept := self.config.kept_columns) else {}),
+            **({"keep_columns": list(columns)} if (columns := self.config.kept_columns) else {}),
             **asdict(self.config.group_options),
         }
 
@@ -74,9 +75,9 @@ class BuildIdentity:
         Compares annotations by content, containers by name and size, other files not at all.
         """
         manifest = read_manifest(out).values
-        found = [manifest[name] for name in ("config", "raw_files", "model")]
+        recorded = [manifest[name] for name in ("config", "raw_files", "model")]
         wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
-        if found != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
+        if recorded != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
             raise _another(out)
         return manifest
 
@@ -101,9 +102,7 @@ class BuildIdentity:
             there = f"{staging.parent} holds an unfinished build of other data or settings"
             raise DataError(f"{there}: finish that one, {ELSEWHERE}")
         staging.mkdir(parents=True, exist_ok=True)
-        temporary = marker.with_suffix(".tmp")
-        temporary.write_text(json.dumps(identity, indent=1), "utf-8")
-        temporary.replace(marker)
+        write_text(marker, json.dumps(identity, indent=1))
 
     def manifest(
         self,
@@ -118,7 +117,8 @@ class BuildIdentity:
 
         `counted`: records read, and copies beyond the first of each sample.
         """
-        settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
+        settings = self.settings(dataset)
+        data_root = absolute(dataset.parts[0].data_root)
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         keys += ["template_date"] * (self.tokenizer.template_date is not None)
@@ -192,18 +192,14 @@ def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
 def _state(part: Part) -> dict[str, Any]:
     """The places of a part's raw files, and their state."""
     return {
-        "folder": _absolute(part.located.folder),
-        "data_root": _absolute(part.data_root),
+        "folder": absolute(part.located.folder),
+        "data_root": absolute(part.data_root),
         "files": [[info.name, info.size, info.version] for info in part.open().files()],
     }
 
 
-def _absolute(place: str) -> str:
-    return place if is_uri(place) else str(Path(place).resolve())
-
-
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON would give it back: tuples as lists."""
+    """The values as JSON would give them back: tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain
 
@@ -228,7 +224,7 @@ def _describe_file(out: Path, name: str) -> dict[str, Any]:
         file = replace(file, batches=find_batches(out / name))
     if name == INDEX_NAME:
         with pa.ipc.open_file(out / name) as index:
-            file = replace(file, types={each.name: str(each.type) for each in index.schema})
+            file = replace(file, types={field.name: str(field.type) for field in index.schema})
     return file.to_json()
 
 

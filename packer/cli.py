@@ -96,7 +96,8 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     """
     builder = _builder(context)
     counts, rejected = builder.count()
-    reasons, read = count_rejected(rejected), len(counts) + len(rejected)
+    reasons = count_rejected(rejected)
+    read = len(counts) + len(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}
         print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
@@ -130,14 +131,14 @@ def group(
     as_json: JsonOption = False,
 ) -> None:
     """Only group samples of known lengths, and report."""
-    given = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
-    options = GroupOptions(**{name: value for name, value in given.items() if value is not None})
+    values = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
+    options = GroupOptions(**{name: value for name, value in values.items() if value is not None})
     if out is not None and (is_uri(out) or not out.strip()):
         raise ConfigError(f"--out {out!r}: groups go to a folder; `packer build` writes to URIs")
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
-        _report(str(folder), dp, as_json=as_json, kept=out is not None)
+        _report(str(folder), dp, as_json=as_json, save=out is not None)
 
 
 @app.command()
@@ -277,9 +278,17 @@ def main() -> None:
 
 
 def _builder(context: typer.Context) -> Builder:
-    """The build that the command line and its --config ask for."""
+    """The build that the command line and its --config ask for; says what they leave to us."""
     config = read_config(BuildConfig, context, command="packer build")
-    _note_assumed(context, config)
+    file = context.params.get("config")
+    options = context.params | ({} if file is None else read_toml(file, f"--config {file}"))
+    assumed = [
+        f"--{name} {value}"
+        for name in ("model", "tokenizer", "out")
+        if (value := getattr(config, name)) and not options.get(name)
+    ]
+    if assumed:
+        messages.print(foreign(f"assumed: {' '.join(assumed)} (give others to change them)"))
     builder = Builder(config, StageProgress(messages))
     model = builder.model
     if config.max_seq_len and config.max_seq_len > model.context_len:
@@ -290,26 +299,13 @@ def _builder(context: typer.Context) -> Builder:
     return builder
 
 
-def _note_assumed(context: typer.Context, config: BuildConfig) -> None:
-    """Say which model, tokenizer and folder the call has left to us."""
-    file = context.params.get("config")
-    from_file = {} if file is None else read_toml(file, f"--config {file}")
-    given = context.params | from_file
-    values = {name: getattr(config, name) for name in ("model", "tokenizer", "out")}
-    assumed = [
-        f"--{name} {value}" for name, value in values.items() if value and not given.get(name)
-    ]
-    if assumed:
-        messages.print(foreign(f"assumed: {' '.join(assumed)} (give others to change them)"))
-
-
-def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
+def _report(out: str, dp: int, *, as_json: bool, save: bool = True) -> None:
     result = make_report(out, dp=dp)
     if as_json:
         print(json.dumps(result.to_json()))
     else:
         print_report(result, results())
-    if kept:  # after printing: who may only read a bucket has the figures at least
+    if save:  # after printing: who may only read a bucket has the figures at least
         save_html(result, out)
-    if kept and not as_json:
+    if save and not as_json:
         print_line(f"details: {join(out, REPORT_NAME)}")

@@ -192,7 +192,14 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._complete()
+        # what is left out gets the value that is usual for the dataset
+        model, tokenizer = usual_model(self.dataset)
+        if not self.model:
+            object.__setattr__(self, "model", model)
+        if not self.tokenizer and model and self.model == model:
+            object.__setattr__(self, "tokenizer", tokenizer)
+        name = PurePosixPath(self.dataset.rstrip("/")).name.partition(".")[0] or "dataset"
+        object.__setattr__(self, "out", self.out.replace("{dataset}", name))
         for name in _PLACES:  # an empty path would be the current folder
             if (place := getattr(self, name)) is not None and not place.strip():
                 raise ConfigError(f"--{name.replace('_', '-')} is empty: give a folder or URI")
@@ -206,20 +213,10 @@ class BuildConfig:
                     read_preset("models", self.model)  # what is wrong with that comes first
                 raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
 
-    def _complete(self) -> None:
-        """Give what is left out the value that is usual for the dataset."""
-        model, tokenizer = usual_model(self.dataset)
-        if not self.model:
-            object.__setattr__(self, "model", model)
-        if not self.tokenizer and model and self.model == model:
-            object.__setattr__(self, "tokenizer", tokenizer)
-        name = PurePosixPath(self.dataset.rstrip("/")).name.partition(".")[0] or "dataset"
-        object.__setattr__(self, "out", self.out.replace("{dataset}", name))
-
     @property
     def kept_columns(self) -> tuple[str, ...]:
         """The names in `keep_columns`, each once."""
-        names = (name.strip() for given in self.keep_columns for name in given.split(","))
+        names = (name.strip() for text in self.keep_columns for name in text.split(","))
         return tuple(dict.fromkeys(filter(None, names)))
 
     @property
@@ -245,7 +242,8 @@ class BuildConfig:
     @property
     def group_options(self) -> GroupOptions:
         """The part that decides the groups."""
-        max_seq_len, memory = self.max_seq_len, None
+        max_seq_len = self.max_seq_len
+        memory = None
         if max_seq_len is None and self.is_demo:
             max_seq_len = DEMO_MAX_SEQ_LEN
         if self.memory_gib is not None:

@@ -82,7 +82,8 @@ def group_counts(
     fits = np.ones(len(counts), dtype=bool)
     fits[too_long] = fits[too_much_vision] = False
     rows = np.flatnonzero(fits)
-    loads, seed = (vision[rows], seq_len[rows]), options.seed
+    loads = (vision[rows], seq_len[rows])
+    seed = options.seed
     if options.grouping == "isf":
         grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
     else:
@@ -151,7 +152,7 @@ def read_lengths(path: Path) -> pa.Table:
     value = _read_json(path)
     if isinstance(value, dict):
         named = ((name, *_named_file(path, name, entry)) for name, entry in value.items())
-        return pa.concat_tables([_from_omnibal(*each) for each in named])
+        return pa.concat_tables([_from_omnibal(*dataset) for dataset in named])
     return _from_omnibal(path.stem, path, value)
 
 
@@ -167,8 +168,8 @@ def _read_counts(path: Path) -> pa.Table:
     for name in COUNTS_SCHEMA.names:
         column = table.column(name)
         is_text = name in ("sample_id", "source")
-        least = 0 if is_text or not len(column) else pc.min(column).as_py()
-        if column.null_count or least < 0:
+        smallest = 0 if is_text or not len(column) else pc.min(column).as_py()
+        if column.null_count or smallest < 0:
             raise DataError(f"{path}: column {name} has empty or negative entries; {hint}")
     return table
 
@@ -184,15 +185,15 @@ def _read_json(path: Path) -> object:
 
 def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:
     """The length file of one dataset of a meta file, and its content."""
-    given = entry.get("token_lengths") if isinstance(entry, dict) else None
-    if not isinstance(given, str):
+    path = entry.get("token_lengths") if isinstance(entry, dict) else None
+    if not isinstance(path, str):
         raise DataError(f"{meta}: dataset {name!r} has no `token_lengths`: its length file")
     # the authors' files are relative to where their script runs, copies often to the meta file
-    places = [Path(given), meta.parent / given, meta.parent / Path(given).name]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise DataError(f"{meta}: dataset {name!r}: no file {given} here or next to the meta file")
-    return found, _read_json(found)
+    places = [Path(path), meta.parent / path, meta.parent / Path(path).name]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise DataError(f"{meta}: dataset {name!r}: no file {path} here or next to the meta file")
+    return file, _read_json(file)
 
 
 def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
@@ -204,8 +205,8 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
     if (image_tokens > tokens).any():
         number = int(np.argmax(image_tokens > tokens))
         tile_tokens = f"the {image_tokens[number]} of its {tiles[number]} tiles"
-        found = f"sample {number}: {tokens[number]} tokens are fewer than {tile_tokens}"
-        raise DataError(f"{path}: {found}; OmniBal counts image tokens in token_num")
+        problem = f"sample {number}: {tokens[number]} tokens are fewer than {tile_tokens}"
+        raise DataError(f"{path}: {problem}; OmniBal counts image tokens in token_num")
     zeros = np.zeros(len(rows), dtype=np.int64)
     columns = {
         "position": np.arange(len(rows)),
@@ -232,6 +233,6 @@ def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
     for name, value in zip(("image_flags or vit_num", "token_num"), lengths, strict=True):
         # not isinstance: True is an integer too
         if type(value) is not int or not 0 <= value <= MOST_PER_SAMPLE:
-            found = f"{name} is {value!r}; expected a whole number, 0 or more"
-            raise DataError(f"{path}: sample {number}: {found}")
+            problem = f"{name} is {value!r}; expected a whole number, 0 or more"
+            raise DataError(f"{path}: sample {number}: {problem}")
     return lengths[0], lengths[1]

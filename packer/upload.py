@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from isobatch.common.errors import DataError
+from isobatch.common.plain_values import write_text
 from isobatch.packer.build_dir import (
     BUILDING_NAME,
     ELSEWHERE,
@@ -46,9 +47,7 @@ class Publisher:
             token = {"host": socket.gethostname(), "work_folder": str(self.folder)}
             token["token"] = os.urandom(16).hex()
             self._claim.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._claim.with_suffix(".tmp")
-            temporary.write_text(json.dumps(token), "utf-8")
-            temporary.replace(self._claim)
+            write_text(self._claim, json.dumps(token))
         mine = self._claim.read_bytes()
         if not self._bucket.create(BUILDING_NAME, mine) and (theirs := self._holder()) != mine:
             there = f"{self.uri} holds the unfinished build of {_who(theirs)}"

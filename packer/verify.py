@@ -1,23 +1,43 @@
-"""`packer verify`: whether sizes, checksums and totals are the manifest's."""
+"""`packer verify`: whether sizes, checksums and totals are the manifest's.
+
+Of a refs build also whether the files that it points to still are what was counted. Each is read
+once per shard, and images are decoded, for a file that is whole by its header may still not decode.
+"""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
 
-from isobatch.common.errors import ConfigError, DamagedShard
+from isobatch.common.errors import ConfigError, DamagedShard, MediaRejected
 from isobatch.common.types import COUNT_COLUMNS
-from isobatch.packer._verify_media import check_media, require_refs
+from isobatch.counting.headers.audio_header import read_audio_header
+from isobatch.counting.headers.image_header import read_header
+from isobatch.counting.headers.video_header import read_video_header
+from isobatch.counting.records.media import Media, SampleProblem, open_media
+from isobatch.models.audio_tokens import resampled_length
 from isobatch.packer.progress import StageProgress
-from isobatch.shards.folders import Folder, on_disk, open_folder
+from isobatch.shards.folders import Folder, is_uri, on_disk, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
+from isobatch.shards.stored_group import frame_paths
 from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
 MOST_SHOWN = 20
 """Problems that an error lists: of a refs build whose files are gone there are millions."""
+_NUMBERS = {
+    "image": ("image_widths", "image_heights", "image_frames", "image_rates"),
+    "audio": ("audio_lengths",),
+}
+"""Columns of what was counted of each file; a build may be without videos'."""
+
+_File = tuple[str, str, tuple[float, ...]]
+"""Kind and name of a file, and its numbers as counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +69,9 @@ def verify_build(
     if image_root is not None and not media:
         raise ConfigError("--image-root is for --media; give that too")
     manifest = read_manifest(out)
-    if media:
-        require_refs(manifest)
+    if media and manifest.format != "refs":
+        held = f"the shards of this {manifest.format} build hold their files"
+        raise ConfigError(f"--media: {held}, and are checked without the option")
     root = open_folder(manifest.place, follow_links=True)
     files = [*manifest.shards, *manifest.files]
     total = sum(file.size for file in files)
@@ -77,9 +98,9 @@ def verify_build(
             progress.stage("media", len(manifest.shards), unit="files") as stage,
             ThreadPoolExecutor(workers) as pool,
         ):
-            for number, found in check_media(manifest, image_root, pool):
+            for number, media_problems in _check_media(manifest, image_root, pool):
                 num_media += number
-                problems += found
+                problems += media_problems
                 stage.advance(1)
                 stage.count(number)
     return Verification(
@@ -104,12 +125,12 @@ def _strangers(root: Folder, manifest: Manifest) -> list[str]:
 def _check_file(folder: Folder, expected: BuildFile) -> list[str]:
     name = expected.name
     try:
-        found = BuildFile.of(folder, name)
+        file = BuildFile.of(folder, name)
     except OSError as error:
         return [f"{name}: {error.strerror or error}"]
-    if found.size != expected.size:
-        return [f"{name}: {found.size:,} bytes, the manifest says {expected.size:,}"]
-    if found.checksum != expected.checksum:
+    if file.size != expected.size:
+        return [f"{name}: {file.size:,} bytes, the manifest says {expected.size:,}"]
+    if file.checksum != expected.checksum:
         return [f"{name}: its checksum is not the manifest's: the content is damaged"]
     return []
 
@@ -130,11 +151,12 @@ def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
         ids = IDS_NAME if manifest.version > 2 else INDEX_NAME
         yield f"{ids}: group {np.argmin(has_ids)} has not as many ids as samples"
     for column, total in (("num_samples", "num_packed"), *((name, name) for name in COUNT_COLUMNS)):
-        found = int(index.column(column).sum())
-        if found != totals[total]:
+        column_sum = int(index.column(column).sum())
+        if column_sum != totals[total]:
             said = f"the manifest says {totals[total]:,}"
-            yield f"{INDEX_NAME}: {column} adds up to {found:,}, {said}"
-    num_rejected, num_packed = len(read_table(folder / REJECTED_NAME)), totals["num_packed"]
+            yield f"{INDEX_NAME}: {column} adds up to {column_sum:,}, {said}"
+    num_rejected = len(read_table(folder / REJECTED_NAME))
+    num_packed = totals["num_packed"]
     expected = totals["num_read"] + totals["num_repeated"]
     if num_packed + num_rejected != expected:
         rows = f"{num_rejected} rows and {num_packed} packed"
@@ -162,3 +184,88 @@ def require_intact(verification: Verification) -> None:
         more = len(problems) - MOST_SHOWN
         others = [f"and {more:,} more (all: --json)"] if more > 0 else []
         raise DamagedShard("; ".join([*problems[:MOST_SHOWN], *others]))
+
+
+# --- files that a refs build points to ---
+
+
+def _check_media(
+    manifest: Manifest, image_root: str | None, pool: Executor
+) -> Iterator[tuple[int, list[str]]]:
+    """(files, problems) of each shard of a refs build."""
+    place = image_root or manifest.data_root or ""
+    if not is_uri(place) and not Path(place).is_dir():
+        raise ConfigError(f"--media: {place}: no such folder; give theirs with --image-root")
+    root = open_folder(place, follow_links=True)
+    shards = open_folder(manifest.place, follow_links=True)
+    for shard in manifest.shards:
+        files = _files_of(shards, shard.name)
+        problems = pool.map(partial(_media_problem, root, manifest), files, files.values())
+        yield len(files), [problem for problem in problems if problem]
+
+
+def _files_of(shards: Folder, name: str) -> dict[_File, str]:
+    """The files of a shard -> the first sample that has it."""
+    files: dict[_File, str] = {}
+    with shards.open(name) as content, pa.ipc.open_file(content) as reader:
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            for kind, columns in _NUMBERS.items():
+                names = batch.column(f"{kind}_paths").to_pylist()
+                there = (column for column in columns if column in batch.schema.names)
+                numbers = [batch.column(column).to_pylist() for column in there]
+                owners = batch.column("sample_id").to_pylist()
+                for owner, paths, *counted in zip(owners, names, *numbers, strict=True):
+                    for path, *values in zip(paths, *counted, strict=True):
+                        files.setdefault((kind, path, tuple(values)), owner)
+    return files
+
+
+def _media_problem(root: Folder, manifest: Manifest, file: _File, owner: str) -> str:
+    """What is wrong with a file, with the sample that has it; empty if nothing is."""
+    kind, name, counted = file
+    if kind == "image" and len(counted) > 2:
+        kind, counted = ("video", counted) if counted[2] else (kind, counted[:2])
+    try:
+        if frames := frame_paths(name):
+            measured = _film_numbers(root, frames)
+        else:
+            with open_media(root, Media(name), kind) as content:
+                measured = _numbers(content, kind, name, manifest)
+    except (SampleProblem, MediaRejected) as problem:
+        return f"sample {owner!r}: {problem}"
+    if measured != counted:
+        now, before = (_TEXTS[kind].format(*numbers) for numbers in (measured, counted))
+        return f"sample {owner!r}: {name}: {now} now, {before} when it was counted"
+    return ""
+
+
+_TEXTS = {
+    "image": "{} x {} pixels",
+    "video": "{2} frames of {0} x {1} pixels, {3:.5g} per second",
+    "audio": "{} samples",
+}
+
+
+def _film_numbers(root: Folder, frames: list[str]) -> tuple[float, ...]:
+    sizes = set()
+    for frame in frames:
+        with open_media(root, Media(frame), "image") as content:
+            header = read_header(content, frame, decode=True)
+        sizes.add((header.width, header.height))
+    if len(sizes) > 1:
+        raise SampleProblem("frame_sizes", f"{frames[0]} and others of its list")
+    return (*sizes.pop(), len(frames), 0.0)
+
+
+def _numbers(content: Any, kind: str, name: str, manifest: Manifest) -> tuple[float, ...]:
+    if kind == "video":
+        video = read_video_header(content, name, decode=True)
+        return video.width, video.height, video.num_frames, video.frames_per_second
+    if kind == "image":
+        header = read_header(content, name, decode=True)
+        return header.width, header.height
+    audio = read_audio_header(cast("BinaryIO", content), name)
+    if manifest.model.audio is None:
+        raise SampleProblem("no_audio_encoder", name)
+    return (resampled_length(manifest.model.audio, audio.num_samples, audio.sampling_rate),)

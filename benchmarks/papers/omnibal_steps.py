@@ -72,7 +72,7 @@ def balanced_data(
     groups = group_best_fit(vision, tokens, limits, seed=0)
     num_steps = min(STEPS, len(groups) // (dp * micro_batches))
     loads = groups.sum(vision), groups.sum(tokens)
-    steps = epoch_steps(loads, (dp, micro_batches), most=num_steps)
+    steps = epoch_steps(loads, (dp, micro_batches), max_steps=num_steps)
     groups = groups.take(steps.ravel())
     llm = PhaseLoads(tokens=groups.sum(tokens), squares=groups.sum(tokens**2), items=groups.sizes)
     return _data(groups, counts, llm, dp, micro_batches, 0.0)

@@ -47,6 +47,13 @@ def read_text(path: str | Path) -> str:
     return Path(name).read_text("utf-8")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
+
+
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The tables of a TOML text; ConfigError, which names `where`, for a wrong one."""
     try:

@@ -40,6 +40,11 @@ def is_uri(place: str) -> bool:
     return "://" in place
 
 
+def absolute(place: str) -> str:
+    """A path from the root of the file system; a URI as it is."""
+    return place if is_uri(place) else str(Path(place).resolve())
+
+
 def join(root: str, name: str) -> str:
     """A place under a folder or URI."""
     return f"{root.rstrip('/')}/{name}" if is_uri(root) else str(Path(root) / name)

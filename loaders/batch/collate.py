@@ -17,8 +17,7 @@ from torch import Tensor
 from isobatch.balance.loss_weights import LossWeights, sample_weights
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import LABEL_IGNORE
-from isobatch.loaders.batch._processed_images import EncodedFields, ProcessedFields
-from isobatch.loaders.batch._vision import VisionFields
+from isobatch.loaders.batch._vision import EncodedFields, ProcessedFields, VisionFields
 from isobatch.loaders.batch.broken_files import BrokenFiles
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import AudioForm, LoaderConfig
@@ -87,7 +86,8 @@ def collate(
 
 def _tokens(raw: StoredGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Input ids, labels and each token's position in its sample, int64."""
-    counted, borders = _count(len(raw.input_ids)), raw.cu_seqlens.tolist()
+    counted = _count(len(raw.input_ids))
+    borders = raw.cu_seqlens.tolist()
     positions = [counted[: end - start] for start, end in pairwise(borders)] or [counted[:0]]
     return (
         torch.from_numpy(raw.input_ids.astype(np.int64)),
@@ -102,8 +102,8 @@ def _loss_weights(raw: StoredGroup, weights: LossWeights) -> Tensor | None:
         return None
     before = np.concatenate([[0], np.cumsum(raw.labels != LABEL_IGNORE)])
     num_labels = np.diff(before[raw.cu_seqlens])
-    each = sample_weights(num_labels, weights) / np.maximum(num_labels, 1)
-    return torch.from_numpy(np.repeat(each, np.diff(raw.cu_seqlens)).astype(np.float32))
+    label_weights = sample_weights(num_labels, weights) / np.maximum(num_labels, 1)
+    return torch.from_numpy(np.repeat(label_weights, np.diff(raw.cu_seqlens)).astype(np.float32))
 
 
 def _count(longest: int) -> NDArray[np.int64]:
@@ -130,10 +130,13 @@ def _audio_fields(
             )
         return {}
     clips = [_decode_clip(raw, number, rule, broken) for number in range(len(raw.audios))]
-    longest = _longest_of_sample(raw)
+    # of each clip, the length of the longest clip of its sample
+    max_lengths = np.zeros(len(raw.sample_ids), np.int64)
+    np.maximum.at(max_lengths, raw.audio_samples, raw.audio_lengths)
+    longest: list[int] = max_lengths[raw.audio_samples].tolist()
     frames: list[int] = []
-    for length, most in zip(raw.audio_lengths.tolist(), longest, strict=True):
-        plan = plan_clip(rule, length, most)
+    for length, max_length in zip(raw.audio_lengths.tolist(), longest, strict=True):
+        plan = plan_clip(rule, length, max_length)
         full = plan.num_windows - 1
         frames += [rule.window_frames] * full
         frames.append(plan.num_frames - full * rule.window_frames)
@@ -142,14 +145,6 @@ def _audio_fields(
         "audio_lengths": _int64(raw.audio_lengths),
         "audio_frames": _int64(frames),
     }
-
-
-def _longest_of_sample(raw: StoredGroup) -> list[int]:
-    """For each clip, the length of the longest clip of its sample."""
-    most = np.zeros(len(raw.sample_ids), np.int64)
-    np.maximum.at(most, raw.audio_samples, raw.audio_lengths)
-    longest: list[int] = most[raw.audio_samples].tolist()
-    return longest
 
 
 def _audio_values(
@@ -162,7 +157,7 @@ def _audio_values(
     mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
     if form == "features":
         pairs = zip(clips, longest[: len(clips)], strict=True)
-        features = [log_mel_frames(rule, clip, mel_bins, most) for clip, most in pairs]
+        features = [log_mel_frames(rule, clip, mel_bins, max_length) for clip, max_length in pairs]
         return torch.cat([torch.empty((0, mel_bins)), *features])
     if rule.long_clips == "whole":
         raise ConfigError(f"{model.name} takes clips whole; use audio='features', not 'windows'")

@@ -70,18 +70,13 @@ def _wrapper() -> str:
         if (deepspeed := sys.modules.get("deepspeed")) is not None:
             kinds = (*kinds, deepspeed.DeepSpeedEngine)
         # not `isinstance`, for which some objects import or load what they stand for
-        wrappers = (each for each in gc.get_objects() if issubclass(type(each), kinds))
-        _found = next((_name(each) for each in wrappers if not _has_hook(each)), "")
+        wrappers = (item for item in gc.get_objects() if issubclass(type(item), kinds))
+        for wrapper in wrappers:
+            # a hook of the user's, by which DDP joins gradients, may take sums
+            if not getattr(wrapper, "_comm_hooks", ()):
+                _found = "FSDP" if isinstance(wrapper, FSDPModule) else type(wrapper).__name__
+                break
     return _found
-
-
-def _name(wrapper: object) -> str:
-    return "FSDP" if isinstance(wrapper, FSDPModule) else type(wrapper).__name__
-
-
-def _has_hook(wrapper: object) -> bool:
-    """Whether DDP joins gradients by a hook of the user's, which may take sums."""
-    return bool(getattr(wrapper, "_comm_hooks", ()))
 
 
 def watch_scale(loss: Tensor, num_ranks: int, micro_batches: int) -> None:

@@ -192,13 +192,13 @@ class MicroBatch:
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "MicroBatch":
-        """The same in page-locked memory, for `to(..., non_blocking=True)`; needs a GPU."""
+        """The micro-batch in page-locked memory, for `to(..., non_blocking=True)`; needs a GPU."""
         return self._with_tensors(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other processes, which cannot have views of this one's memory."""
+        """A copy for other processes, which cannot have views of this one's memory."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        images = (each if isinstance(each, Tensor) else bytes(each) for each in self.images)
+        images = (image if isinstance(image, Tensor) else bytes(image) for image in self.images)
         return _of_values, (values | {"images": tuple(images)},)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
@@ -212,7 +212,7 @@ class MicroBatch:
                 change(image) if isinstance(image, Tensor) else image for image in self.images
             )
         if self.processed is not None:
-            changed["processed"] = {name: change(each) for name, each in self.processed.items()}
+            changed["processed"] = {name: change(array) for name, array in self.processed.items()}
         if any(isinstance(values, Tensor) for values in self.extras.values()):
             changed["extras"] = {
                 name: change(values) if isinstance(values, Tensor) else values
@@ -235,6 +235,6 @@ def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """
     # without the first label of each sample, a plain shift moves none across a boundary; one more
     # place at the end gives the last position its -100 and takes the boundary after the last sample
-    kept = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
-    kept[cu_seqlens.long()] = LABEL_IGNORE
-    return kept[1:]
+    masked = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
+    masked[cu_seqlens.long()] = LABEL_IGNORE
+    return masked[1:]

@@ -14,7 +14,7 @@ from torch import Tensor
 from isobatch.common.errors import DataError
 from isobatch.media.decoder_faults import fault_of
 from isobatch.media.quiet_sounds import quiet_sounds
-from isobatch.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, WavHeader, is_wav, wav_header
+from isobatch.media.wav import FLOAT, HIGHEST_RATE, PCM, WavError, is_wav, wav_header
 from isobatch.models.audio_tokens import AudioRule, resampled_length
 
 Channels = NDArray[np.float32]
@@ -62,11 +62,6 @@ def _read_wav(content: memoryview) -> tuple[Channels, int] | None:
         raise _broken(content, f"{there} of the {header.data_bytes} bytes of its samples are there")
     if header.format not in (PCM, FLOAT):
         return None
-    data = content[header.data_start : header.data_start + header.data_bytes]
-    return _wav_samples(content, header, data), header.sampling_rate
-
-
-def _wav_samples(content: memoryview, header: WavHeader, data: memoryview) -> Channels:
     num_channels, frame_bytes = header.num_channels, header.frame_bytes
     num_bytes, rest = divmod(frame_bytes, max(num_channels, 1))
     known = (1, 2, 3, 4) if header.format == PCM else (4, 8)
@@ -74,10 +69,13 @@ def _wav_samples(content: memoryview, header: WavHeader, data: memoryview) -> Ch
         frame = f"{num_channels} channels in {frame_bytes} bytes"
         raise _broken(content, f"its header says {frame} at {header.sampling_rate} samples/s")
     # the packer counts whole frames too
-    values = np.frombuffer(data[: len(data) // frame_bytes * frame_bytes], dtype=np.uint8)
+    end = header.data_start + header.data_bytes // frame_bytes * frame_bytes
+    values = np.frombuffer(content[header.data_start : end], dtype=np.uint8)
     if header.format == PCM:
-        return _from_integers(values, num_bytes).reshape(-1, num_channels)
-    return values.view(f"<f{num_bytes}").astype(np.float32).reshape(-1, num_channels)
+        samples = _from_integers(values, num_bytes)
+    else:
+        samples = values.view(f"<f{num_bytes}").astype(np.float32)
+    return samples.reshape(-1, num_channels), header.sampling_rate
 
 
 def _from_integers(values: NDArray[np.uint8], num_bytes: int) -> NDArray[np.float32]:

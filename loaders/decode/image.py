@@ -115,8 +115,8 @@ def decode(
         stored = image.size  # first: looking for its EXIF may decode a file
         size = upright_size(stored, image.format, image.getexif().get(ORIENTATION_TAG))
         if counted is not None and size != counted:
-            found, before = (f"{width} x {height}" for width, height in (size, counted))
-            raise DataError(f"image has {found} pixels, but had {before} when it was counted")
+            current, before = (f"{width} x {height}" for width, height in (size, counted))
+            raise DataError(f"image has {current} pixels, but had {before} when it was counted")
         if rule is not None and image.format == "JPEG":
             scale = _reduction(rule, *size)
             image.draft(None, (image.width // scale, image.height // scale))
@@ -167,8 +167,8 @@ def _reduction(rule: VisionRule, width: int, height: int) -> int:
     plan = plan_image(rule, width, height)
     if rule.looks_at_sample or not isinstance(plan.main.steps[0], ResizeTo):
         return 1  # places are those of the full size
-    most = min(width / plan.resized_width, height / plan.resized_height) / _REDUCED_SIDES
+    max_scale = min(width / plan.resized_width, height / plan.resized_height) / _REDUCED_SIDES
     for scale in (8, 4, 2):
-        if scale <= most and width % scale == height % scale == 0:
+        if scale <= max_scale and width % scale == height % scale == 0:
             return scale
     return 1

@@ -71,13 +71,14 @@ def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Te
 
 def _features(rule: AudioRule, samples: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
     """Features of a whole waveform, (mel_bins, frames), and the value of silence."""
-    length, hann = rule.frame_length, torch.hann_window(rule.frame_length, device=samples.device)
+    length = rule.frame_length
+    hann = torch.hann_window(length, device=samples.device)
     spectrum = torch.stft(samples, length, rule.hop_length, window=hann, return_complex=True)
     power = spectrum[:, :-1].abs().square()  # the last frame is centred on the end
     mel = mel_filters(rule.sampling_rate, length, mel_bins).to(samples.device) @ power
     logs = mel.clamp(min=_FLOOR).log10()
-    least = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
-    return (logs.maximum(least) + 4) / 4, (least + 4) / 4
+    floor = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
+    return (logs.maximum(floor) + 4) / 4, (floor + 4) / 4
 
 
 @lru_cache(maxsize=8)

@@ -96,17 +96,18 @@ def write_frames(
     At native resolution frame after frame of the grid, whose ViT patches have several frames of the
     video each; the last one is repeated where they are too few.
     """
-    slots, each = memory[:, None] if memory.ndim < 5 else memory.swapaxes(1, 2), 1
-    if isinstance(rule, NativeSizeRule):
-        each = len(memory) // plan.num_patches
-    count, place = slots.shape[1], 0
+    slots = memory[:, None] if memory.ndim < 5 else memory.swapaxes(1, 2)
+    is_native = isinstance(rule, NativeSizeRule)
+    frame_rows = len(memory) // plan.num_patches if is_native else 1
+    count = slots.shape[1]
+    place = 0
     for pixels in frames:
-        own = slots[place // count * each :][:each, place % count]
-        _write_pictures(own, rule, _Cutter(resample, pixels, exact=exact), plan)
+        target = slots[place // count * frame_rows :][:frame_rows, place % count]
+        _write_pictures(target, rule, _Cutter(resample, pixels, exact=exact), plan)
         place += 1
     for repeated in range(place, plan.num_patches * count):
-        own = slots[repeated // count * each :][:each]
-        own[:, repeated % count] = own[:, repeated % count - 1]
+        target = slots[repeated // count * frame_rows :][:frame_rows]
+        target[:, repeated % count] = target[:, repeated % count - 1]
 
 
 def _write_pictures(memory: Pixels, rule: VisionRule, cutter: "_Cutter", plan: ImagePlan) -> None:
@@ -120,7 +121,8 @@ def _write_pictures(memory: Pixels, rule: VisionRule, cutter: "_Cutter", plan: I
 
 def _write_picture(memory: Pixels, rule: VisionRule, pixels: Pixels, picture: PicturePlan) -> int:
     """Write a picture's patches into the first rows of `memory`; -> how many."""
-    side, (width, height) = rule.patch_side, picture.size
+    side = rule.patch_side
+    width, height = picture.size
     if not isinstance(rule, NativeSizeRule):
         count = width // side * (height // side)
         patchify(pixels, memory[:count])
@@ -128,10 +130,11 @@ def _write_picture(memory: Pixels, rule: VisionRule, pixels: Pixels, picture: Pi
     from isobatch.loaders.decode._patchify import patchify_planes  # noqa: PLC0415  (see there)
 
     across, down = picture.cell or picture.size
-    start, count = 0, across // side * (down // side)
-    for top in range(0, height, down):
-        for left in range(0, width, across):
-            cell = pixels[top : top + down, left : left + across]
+    start = 0
+    count = across // side * (down // side)
+    for y in range(0, height, down):
+        for x in range(0, width, across):
+            cell = pixels[y : y + down, x : x + across]
             patchify_planes(cell, memory[start : start + count], rule.block_size)
             start += count
     return start
@@ -155,7 +158,7 @@ def resized_image(
 def decode_target(
     memory: Pixels, rule: VisionRule, plan: ImagePlan, size: tuple[int, int]
 ) -> Pixels | None:
-    """Where to decode an image of (width, height) to, if its only patch is the image; else None."""
+    """Memory to decode an image of (width, height) to if its only patch is the image; else None."""
     if isinstance(rule, NativeSizeRule) or len(memory) != 1 or size != (rule.patch_side,) * 2:
         return None
     return memory[0] if all(step[:2] == size for step in plan.pictures[0].steps) else None
@@ -251,7 +254,7 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
 def _normalize_lines(
     pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
-    """By lines of pixels: the three channels of one are too few for vector instructions."""
+    """Normalised lines of pixels: a pixel's three channels are too few for vector instructions."""
     rows, _, height, width = pixels.shape
     # (rows, height, 3 * width), a view if the pixels are `channels_last`
     lines = pixels.permute(0, 2, 3, 1).flatten(2).to(torch.float32)

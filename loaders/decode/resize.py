@@ -38,16 +38,13 @@ FILTERS: dict[Resample, Image.Resampling] = {
 
 def resizer(image: Image.Image | Pixels, resample: Resample = "bicubic", *, exact: bool) -> Resizer:
     """The function that resizes an RGB image: `exact` as Pillow does, else within LEVELS."""
-    if exact or not _has_kernel(resample):
+    # without vector instructions torch is slower than Pillow
+    has_kernel = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if exact or not (has_kernel and _has_filter(resample)):
         whole = Image.fromarray(image) if isinstance(image, np.ndarray) else image
         return lambda width, height: np.array(whole.resize((width, height), FILTERS[resample]))
     pixels = image if isinstance(image, np.ndarray) else np.array(image)
     return lambda width, height: _resize(pixels, resample, width, height)
-
-
-def _has_kernel(resample: Resample) -> bool:
-    """Whether torch resizes with vector instructions; without them it is slower than Pillow."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _has_filter(resample)
 
 
 @lru_cache

@@ -22,7 +22,7 @@ from isobatch.media.frame_archive import is_frame_archive, unpack_frames
 from isobatch.models.video_tokens import VideoFacts
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg"
-"""By FFmpeg's names; others, such as playlists, could lead it to other files."""
+"""Containers by FFmpeg's names; others, such as playlists, could lead it to other files."""
 _SEEKABLE = {"h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9", "av1"}
 """Codecs whose frames after a keyframe do not need those before it."""
 _WORTH_SEEKING = 16
@@ -54,7 +54,8 @@ def _decode_file(
         import av  # noqa: PLC0415  (an extra)
     except ImportError:
         raise ConfigError("videos are decoded by PyAV: pip install 'isobatch[video]'") from None
-    size, place = f"video of {len(content):,} bytes", 0
+    size = f"video of {len(content):,} bytes"
+    place = 0
     try:
         for frames in (_sought, _from_the_start):
             for number, frame in frames(av, content, facts, indices[place:]):
@@ -129,7 +130,7 @@ class _Times:
 
     @classmethod
     def of(cls, av: Any, content: bytes | memoryview, facts: VideoFacts) -> "_Times | None":
-        """None where seeking may not give the frames that decoding from the start gives."""
+        """Times of a file; None where seeking might give other frames than decoding all."""
         container, stream = _open(av, content)
         with container:
             packets = [packet for packet in container.demux(stream) if packet.size]
@@ -174,5 +175,5 @@ def _upright(frame: Any, facts: VideoFacts, number: int) -> Pixels:
     return pixels
 
 
-def _changed(found: str, before: str) -> DataError:
-    return DataError(f"video has {found}, but had {before} when it was counted")
+def _changed(current: str, before: str) -> DataError:
+    return DataError(f"video has {current}, but had {before} when it was counted")

@@ -11,7 +11,7 @@ from isobatch.loaders.online.own.streams import is_stream
 from isobatch.loaders.step_stream import StepStream
 
 _DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024
-"""Of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
+"""Defaults of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
 
 _ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
@@ -80,12 +80,11 @@ def check_loader(args: TrainingArguments, loader: StepStream) -> None:
             f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but the loader's "
             f"micro_batches_per_step {config.micro_batches_per_step}; give both the same value"
         )
-    own, given = (args.process_index, args.world_size), (config.dp_rank, config.dp_world_size)
-    if own != given:
+    if (args.process_index, args.world_size) != (config.dp_rank, config.dp_world_size):
         raise ConfigError(
-            f"this process is rank {own[0]} of {own[1]}, but the loader's dp_rank is {given[0]} of "
-            f"{given[1]}; make TrainingArguments first, or give the loader "
-            "dp_rank=args.process_index, dp_world_size=args.world_size"
+            f"this process is rank {args.process_index} of {args.world_size}, but the loader's "
+            f"dp_rank is {config.dp_rank} of {config.dp_world_size}; make TrainingArguments first, "
+            "or give the loader dp_rank=args.process_index, dp_world_size=args.world_size"
         )
 
 
@@ -122,16 +121,16 @@ def evaluation_of(
     """
     if isinstance(dataset, Mapping):
         return {
-            name: evaluation_of(each, train_dataset, args, model, options)
-            for name, each in dataset.items()
+            name: evaluation_of(part, train_dataset, args, model, options)
+            for name, part in dataset.items()
         }
     is_left = dataset is None or isinstance(dataset, StepStream) or _is_tokenised(dataset)
     if is_left or isinstance(train_dataset, StepStream):
         return dataset
-    kept = {name: value for name, value in options.items() if name not in _TRAINING_ONLY}
+    shared = {name: value for name, value in options.items() if name not in _TRAINING_ONLY}
     # no rank without a micro-batch, where FSDP would wait for it
-    own = {"shuffle": False, "micro_batches_per_step": 1, "remainder": "pad"}
-    return _make_loader(dataset, args, model, kept | own)
+    overrides = {"shuffle": False, "micro_batches_per_step": 1, "remainder": "pad"}
+    return _make_loader(dataset, args, model, shared | overrides)
 
 
 def _is_tokenised(dataset: Any) -> bool:
@@ -152,15 +151,15 @@ def _make_loader(
 
     config = getattr(model, "config", None)
     name = model if isinstance(model, str) else getattr(config, "_name_or_path", "")
-    given: dict[str, Any] = {
+    loader_options: dict[str, Any] = {
         **({} if {"encode", "processor"} & options.keys() else {"model": name}),
         "micro_batches_per_step": args.gradient_accumulation_steps,
         "seed": args.seed if args.data_seed is None else args.data_seed,
         **options,
     }
-    if not given.get("model", "given"):
+    if not loader_options.get("model", "given"):
         raise ConfigError(
             "the model has no name or folder to count samples by; give "
             'loader_options={"model": a preset, a folder or a Hub id}, "processor" or "encode"'
         )
-    return BalancedLoader(dataset, **given)
+    return BalancedLoader(dataset, **loader_options)

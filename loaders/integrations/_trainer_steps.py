@@ -121,11 +121,12 @@ class TrainSteps:
             return
         length = len(loader)
         whole = math.ceil(self._args.num_train_epochs * length)
-        left = max(0, whole - (loader.epoch + 1) * length + loader.remaining_steps)
+        remaining = max(0, whole - (loader.epoch + 1) * length + loader.remaining_steps)
         raise ConfigError(
             f"a step has {groups} micro-batches on all ranks and had {saved_groups} when the "
             "checkpoint was made, so num_train_epochs are other steps now; give max_steps="
-            f"{steps_done + left} ({steps_done} done, {left} to the end of the last epoch)"
+            f"{steps_done + remaining} ({steps_done} done, {remaining} to the end of the last "
+            "epoch)"
         )
 
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +24,6 @@ from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs._registry import FAMILIES
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
-from isobatch.loaders.integrations._stand_ins import StandIns
 from isobatch.loaders.integrations._trainer_args import (
     check_arguments,
     check_loader,
@@ -80,7 +80,7 @@ class BalancedMixin(_Base):
         if not isinstance(loader_options, Mapping | None):
             raise ConfigError(f"loader_options is {loader_options!r}; give a dict of options")
         eval_dataset = evaluation_of(eval_dataset, train_dataset, args, model, loader_options or {})
-        shown = StandIns(eval_dataset)
+        shown = _StandIns(eval_dataset)
         check_arguments(args, has_other_data=shown.has_other_data)
         loader = loader_of(train_dataset, args, model, loader_options or {})
         check_loader(args, loader)
@@ -89,19 +89,24 @@ class BalancedMixin(_Base):
         super().__init__(model=model, args=args, **options)
         check_loader(args, loader)  # Trainer changes them by accelerator_config
         # of the model before it is wrapped
-        plain, config = _without_adapters(self.model), getattr(self.model, "config", None)
+        plain: Any = self.model
+        config = getattr(plain, "config", None)
+        if hasattr(plain, "get_base_model"):  # that PEFT has wrapped
+            plain = plain.get_base_model()
         if not _takes_divisor(plain):
             raise ConfigError(
                 f"{type(plain).__name__} ignores num_items_in_batch; forward must divide by it"
             )
         self.model_accepts_loss_kwargs = True  # see `_takes_divisor`
         self.loader = self.train_dataset = loader
-        self.eval_dataset = found = shown.with_loaders(self.eval_dataset)
-        for each in found.values() if isinstance(found, dict) else [found]:
-            self._check_evaluation(each)  # now, and not after the steps until the first evaluation
+        self.eval_dataset = datasets = shown.with_loaders(self.eval_dataset)
+        for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
+            # now, and not after the steps until the first evaluation
+            self._check_evaluation(dataset)
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
         self._train_steps: TrainSteps | None = None
-        self._num_own_tokens, self._weights_left_out = 0, False
+        self._num_own_tokens = 0
+        self._weights_left_out = False
 
     def get_train_dataloader(self, *_: Any) -> Any:
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
@@ -171,8 +176,8 @@ class BalancedMixin(_Base):
         # Trainer multiplies by the number of ranks itself
         batches = [replace(batch, num_ranks=1) for batch in step.micro_batches]
         inputs = [self._to_inputs(batch) for batch in batches]
-        for each in inputs:  # the trainer gives it to the model, or divides by it
-            each.pop("num_items_in_batch", None)
+        for arguments in inputs:  # the trainer gives it to the model, or divides by it
+            arguments.pop("num_items_in_batch", None)
         return inputs, torch.tensor(first.loss_normalizer)
 
     def _count_tokens(self, batches: list[MicroBatch]) -> None:
@@ -185,11 +190,11 @@ class BalancedMixin(_Base):
             else len(batch.input_ids)
             for batch in batches
         )
-        own = torch.tensor(num_own, device=self.args.device)
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(own).sum())
+        local_count = torch.tensor(num_own, device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(local_count).sum())
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: Trainer would take masks of packed samples for their tokens."""
+        """Do nothing: Trainer would take masks of packed samples for their tokens."""
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """As Trainer's; -> its part of the step's mean loss per label, which is what is logged."""
@@ -224,8 +229,8 @@ class BalancedMixin(_Base):
         metrics = getattr(self, "_metrics", None) if hasattr(self, "_total_train_tokens") else None
         shown = [part for part in (metrics or {}).values() if "num_tokens" in part]
         if shown:
-            own = torch.tensor(self._num_own_tokens, device=self.args.device)
-            total = int(self.accelerator.gather(own).sum())
+            local_count = torch.tensor(self._num_own_tokens, device=self.args.device)
+            total = int(self.accelerator.gather(local_count).sum())
             for part in shown:
                 part["num_tokens"] = [total]
         super().log(logs, *args, **options)
@@ -242,9 +247,9 @@ class BalancedMixin(_Base):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A whole pass of an evaluation loader; of other datasets what Trainer gives."""
-        own: Any = self.eval_dataset
-        chosen = own if eval_dataset is None else eval_dataset
-        chosen = own[chosen] if isinstance(chosen, str) else chosen
+        datasets: Any = self.eval_dataset
+        chosen = datasets if eval_dataset is None else eval_dataset
+        chosen = datasets[chosen] if isinstance(chosen, str) else chosen
         if not isinstance(chosen, StepStream):
             return super().get_eval_dataloader(eval_dataset)
         self._check_evaluation(chosen)
@@ -277,8 +282,8 @@ class BalancedMixin(_Base):
         if not isinstance(dataloader, _EvaluationPass):
             return output
         counts = dataloader.num_labels, dataloader.num_samples
-        own = torch.tensor([counts], device=self.args.device)
-        num_labels, num_samples = self.accelerator.gather(own).sum(dim=0).tolist()
+        local_counts = torch.tensor([counts], device=self.args.device)
+        num_labels, num_samples = self.accelerator.gather(local_counts).sum(dim=0).tolist()
         metrics = dict(output.metrics or {})
         # of every step and rank the sum of its losses, times the number of ranks
         metrics[next(name for name in metrics if name.endswith("_loss"))] *= (
@@ -295,9 +300,9 @@ class BalancedMixin(_Base):
         total, whole = torch.tensor([0.0, 1.0], device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch in inputs:
-                given = self._prepare_inputs(self._to_inputs(batch))
+                arguments = self._prepare_inputs(self._to_inputs(batch))
                 # without return_outputs this is the loss alone
-                loss = self.compute_loss(model, given, num_items_in_batch=whole)
+                loss = self.compute_loss(model, arguments, num_items_in_batch=whole)
                 total += cast(torch.Tensor, loss)
         return total, None, None
 
@@ -351,9 +356,52 @@ class _EvaluationPass:
             yield step
 
 
-def _without_adapters(model: Any) -> Any:
-    """The model that PEFT has wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+class _StandIns:
+    """What TRL, which reads a sample of its datasets, sees of loaders.
+
+    Datasets to make a trainer with; loaders among `eval_dataset` have stand-ins.
+
+    The evaluation's own samples say what kind they are (with images, with prompts); the training's
+    are never looked at.
+    """
+
+    def __init__(self, eval_dataset: Any) -> None:
+        self._eval_dataset = eval_dataset
+        named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+        others = [
+            dataset for dataset in named.values() if not isinstance(dataset, StepStream | None)
+        ]
+        self.has_other_data = bool(others)
+        self.train: Any = _first_of(others[0] if others else None)
+        self.evaluation: Any = self._replace(eval_dataset)
+
+    def with_loaders(self, prepared: Any) -> Any:
+        """What the trainer has made of `evaluation`, with the loaders in their places."""
+        datasets = self._eval_dataset
+        if not isinstance(datasets, Mapping):
+            return datasets if isinstance(datasets, StepStream) else prepared
+        return {
+            name: dataset if isinstance(dataset, StepStream) else prepared[name]
+            for name, dataset in datasets.items()
+        }
+
+    def _replace(self, dataset: Any) -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: self._replace(part) for name, part in dataset.items()}
+        return self.train if isinstance(dataset, StepStream) else dataset
+
+
+def _first_of(dataset: Any) -> Any:
+    """A dataset of the first sample of `dataset`, or of one that is tokenised."""
+    for first, argument in (("select", [0]), ("take", 1)):
+        if hasattr(dataset, first):
+            return getattr(dataset, first)(argument)
+    rows = [{"input_ids": [0], "labels": [0]}]
+    if find_spec("datasets") is None:
+        return rows  # then it is no trainer of TRL's
+    from datasets import Dataset  # noqa: PLC0415  slow to import
+
+    return Dataset.from_list(rows)
 
 
 def _takes_divisor(model: Any) -> bool:
@@ -366,4 +414,4 @@ def _takes_divisor(model: Any) -> bool:
     if (accepts := getattr(model, "accepts_loss_kwargs", None)) is not None:
         return bool(accepts)
     parameters = inspect.signature(model.forward).parameters.values()
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

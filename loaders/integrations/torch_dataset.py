@@ -34,9 +34,9 @@ class Step:
         def moved(batches: list[MicroBatch]) -> list[MicroBatch]:
             return [batch.to(device, non_blocking=non_blocking) for batch in batches]
 
-        own = self.micro_batches
-        encoders = {name: moved(batches) for name, batches in own.encoders.items()}
-        return replace(self, micro_batches=StepBatches(moved(own), encoders, own.note))
+        step = self.micro_batches
+        encoders = {name: moved(batches) for name, batches in step.encoders.items()}
+        return replace(self, micro_batches=StepBatches(moved(step), encoders, step.note))
 
 
 class StepDataset(IterableDataset[Step]):
@@ -65,7 +65,7 @@ class StepDataset(IterableDataset[Step]):
         return self._steps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker process, which does not know what this one does with its steps."""
+        """State for a worker process, which does not know what this one does with its steps."""
         check_not_dispatched(self)
         if not self.loader.is_evaluation:
             check_accumulation()

@@ -37,7 +37,7 @@ _PARTS = (
 )
 
 
-def find_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
+def find_difference(reports: Mapping[int, Mapping[str, str]]) -> str | None:
     """What is wrong with what ranks told of themselves, in one line; None if they agree.
 
     All fields must be equal but `dp_rank`, of which each below `dp_world_size` must be there.
@@ -48,11 +48,11 @@ def find_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
     >>> find_difference({0: fields | {"dp_rank": "0"}, 1: fields | {"dp_rank": "0"}})
     'no rank has dp_rank 1 of dp_world_size 2: its samples would be left out'
     """
-    fields = {name: None for each in told.values() for name in each if name != "dp_rank"}
+    fields = {name: None for report in reports.values() for name in report if name != "dp_rank"}
     for name in fields:
         owners = defaultdict(list)
-        for rank, each in told.items():
-            owners[each.get(name, "not there")].append(rank)
+        for rank, report in reports.items():
+            owners[report.get(name, "not there")].append(rank)
         if len(owners) > 1:
             common = sorted(owners.items(), key=lambda item: (-len(item[1]), item[1]))
             shown = [f"{_short(value)} on {_names(ranks)}" for value, ranks in common[:MOST_VALUES]]
@@ -60,8 +60,8 @@ def find_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
                 shown.append(f"others on {rest} ranks")
             advice = _PARTS if name == "dataset" else "give every rank the same"
             return f"ranks disagree: {name} is {', '.join(shown)}; {advice}"
-    size = int(next(iter(told.values()))["dp_world_size"])
-    lacking = sorted(set(range(size)) - {int(each["dp_rank"]) for each in told.values()})
+    size = int(next(iter(reports.values()))["dp_world_size"])
+    lacking = sorted(set(range(size)) - {int(report["dp_rank"]) for report in reports.values()})
     if lacking:
         which = f"dp_rank {_spans(lacking)} of dp_world_size {size}"
         return f"no rank has {which}: its samples would be left out"
@@ -76,7 +76,9 @@ class RankChecks:
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self._ranks, self._timeout_s = sorted(ranks), timeout_s
-        self._place, self._loader, self._round = place_of("ranks", ranks), 0, 0
+        self._place = place_of("ranks", ranks)
+        self._loader = 0
+        self._round = 0
         self._refused = False
 
     def compare(self, fields: Mapping[str, str]) -> None:
@@ -96,19 +98,19 @@ class RankChecks:
                 store.set(self._next(store) + REFUSED, f"rank {me} {problem}")
                 self._refused = True
 
-    def _compare(self, own: str) -> str:
+    def _compare(self, report: str) -> str:
         store, me = open_store(), dist.get_rank()
         place = self._next(store)
         keys = {rank: f"{place}/{rank}" for rank in self._ranks}
         wait = _Wait(store, place, keys, self._timeout_s)
         self._round += 1
-        store.set(keys[me], own)
+        store.set(keys[me], report)
         if self._refused:
             store.delete_key(place + REFUSED)
             self._refused = False
         if me == self._ranks[0] and wait.until([*keys.values()]):
-            told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-            store.set(place, find_difference(told) or "")
+            reports = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+            store.set(place, find_difference(reports) or "")
         if not wait.until([place]):
             raise RankMissing(
                 f"rank {me} has waited {self._timeout_s:g} s for {wait.missing()} to begin the "
@@ -135,7 +137,8 @@ class _Wait:
 
     def __init__(self, store: Store, place: str, keys: Mapping[int, str], timeout_s: float) -> None:
         self._store, self._place, self._keys, self._timeout_s = store, place, keys, timeout_s
-        self._began, self._refused_at = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._refused_at = 0.0
         self._warned = False
 
     def until(self, keys: list[str]) -> bool:

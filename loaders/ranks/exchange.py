@@ -37,9 +37,11 @@ class RankExchange(Awaited):
 
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         """`ranks` of torch.distributed, one of them this process. All make one, in one order."""
-        self._ranks, self._timeout_s = sorted(ranks), timeout_s
+        self._ranks = sorted(ranks)
+        self._timeout_s = timeout_s
         self._me = dist.get_rank()
-        self._store, place = open_store(), place_of("exchange", ranks)
+        self._store = open_store()
+        place = place_of("exchange", ranks)
         self._place = f"{place}/{self._store.add(f'{place}/loaders/{self._me}', 1)}"
         self._last = ""
 
@@ -53,31 +55,32 @@ class RankExchange(Awaited):
         """Number of ranks."""
         return len(self._ranks)
 
-    def all_gather(self, key: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
+    def all_gather(self, key: str, value: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
         """Every rank's value for `key`, which names it on all ranks, in the ranks' order.
 
         `Cancelled` when that becomes true; RankMissing if a rank does not come in time.
         """
-        with answering():
-            return self._all_gather(f"{self._place}/{key}", own, is_cancelled)
-
-    def _all_gather(self, place: str, own: Any, is_cancelled: Callable[[], bool]) -> list[Any]:
-        store, keys = self._store, {rank: f"{place}/{rank}" for rank in self._ranks}
+        store = self._store
+        place = f"{self._place}/{key}"
+        keys = {rank: f"{place}/{rank}" for rank in self._ranks}
         if is_cancelled():  # others may be told the same by what has followed
             raise Cancelled
-        store.set(keys[self._me], zlib.compress(pickle.dumps(own), 1))  # type: ignore[arg-type]
-        if self._me == self._ranks[0]:
-            self._wait([*keys.values()], keys, is_cancelled)
-            parts = [store.get(key) for key in keys.values()]
-            store.set(place, pickle.dumps(parts))  # type: ignore[arg-type]
-            # the last one: all have read it, or had no part here; if it is this one, not all have
-            for key in [*keys.values(), *([self._last] if self._last not in ("", place) else [])]:
-                store.delete_key(key)
-            self._last = place
-        else:
-            self._wait([place], keys, is_cancelled)
-            parts = pickle.loads(store.get(place))
-        return [pickle.loads(zlib.decompress(part)) for part in parts]
+        with answering():
+            message = zlib.compress(pickle.dumps(value), 1)
+            store.set(keys[self._me], message)  # type: ignore[arg-type]
+            if self._me == self._ranks[0]:
+                self._wait([*keys.values()], keys, is_cancelled)
+                parts = [store.get(key) for key in keys.values()]
+                store.set(place, pickle.dumps(parts))  # type: ignore[arg-type]
+                # the last one: all have read it, or had no part here; if it is this, not all have
+                obsolete = [self._last] if self._last not in ("", place) else []
+                for obsolete_key in [*keys.values(), *obsolete]:
+                    store.delete_key(obsolete_key)
+                self._last = place
+            else:
+                self._wait([place], keys, is_cancelled)
+                parts = pickle.loads(store.get(place))
+            return [pickle.loads(zlib.decompress(part)) for part in parts]
 
     def _wait(
         self, wanted: list[str], keys: dict[int, str], is_cancelled: Callable[[], bool]

@@ -14,7 +14,9 @@ _SAME_DATA = {"tp", "cp", "sp", "pp"}
 def mesh_ranks(mesh: DeviceMesh, dp_dims: Sequence[str] | None) -> tuple[int, int]:
     """(dp_rank, dp_world_size) of this process: its place in the data-parallel dimensions."""
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    place, rank, size = mesh.get_coordinate(), 0, 1
+    place = mesh.get_coordinate()
+    rank = 0
+    size = 1
     if place is None:
         raise ConfigError(f"device_mesh {mesh} is without rank {dist.get_rank()}; give its own")
     for name in data_dims(names, dp_dims):
@@ -39,7 +41,7 @@ def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list
         if unknown := [name for name in chosen if name not in names]:
             raise ConfigError(f"dp_dims has {', '.join(unknown)}; the device_mesh has {known}")
         return [name for name in names if name in chosen]
-    found = []
+    dims = []
     for name in names:
         parts = name.split("_")
         if name in _SAME_DATA:
@@ -49,5 +51,5 @@ def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list
                 f"device_mesh has the dimensions {known}, and {name} may be data parallel or not; "
                 "name those that are in dp_dims"
             )
-        found.append(name)
-    return found
+        dims.append(name)
+    return dims

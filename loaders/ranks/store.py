@@ -23,7 +23,7 @@ class Awaited:
 
     @contextmanager
     def being(self, *, awaited: bool) -> Iterator[None]:
-        """For a while."""
+        """Set it for a while."""
         before, self.is_awaited = self.is_awaited, awaited
         try:
             yield
@@ -66,8 +66,8 @@ def wait_for(
     """
     pause, longest = pauses_s
     while not store.check([*keys]):
-        if (left := left_s()) <= 0:
+        if (remaining_s := left_s()) <= 0:
             return False
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining_s))
         pause = min(2 * pause, longest)
     return True

@@ -164,7 +164,8 @@ class Build:
             return decode_tar(content, where)
         if self._schema is None:
             # shards of version 2 that are older than audio have no columns for it
-            is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
+            is_refs = self.manifest.format == "refs"
+            has_all = self.manifest.version > 2
             videos, extras = self.manifest.has_videos, self.manifest.extras
             known = shard_schema(refs=is_refs, videos=videos, extras=extras)
             self._schema = known if has_all else self.shards.schema()
@@ -175,12 +176,14 @@ class Build:
         num_samples, *tokens = self.index.row(
             group, "num_samples", "num_image_tokens", "num_text_tokens", "num_audio_tokens"
         )
-        found = tuple(map(len, (stored.sample_ids, stored.input_ids, stored.labels, stored.images)))
+        lengths = tuple(
+            map(len, (stored.sample_ids, stored.input_ids, stored.labels, stored.images))
+        )
         num_tokens = sum(tokens)
         expected = num_samples, num_tokens, num_tokens, len(stored.image_sizes)
-        if found != expected:
+        if lengths != expected:
             raise DamagedShard(
-                f"{stored.where}: {found} samples, tokens, labels and images, but the index says "
+                f"{stored.where}: {lengths} samples, tokens, labels and images, but the index says "
                 f"{expected}; run `packer verify`"
             )
 
@@ -196,23 +199,18 @@ def open_builds(
     try:
         for url in urls:
             builds.append(open_build(url, image_root=image_root, options=options))
-            _check_alike(urls, builds)
+            first, last = builds[0].manifest, builds[-1].manifest
+            for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
+                if getattr(last, name) != getattr(first, name):
+                    raise ConfigError(
+                        f"{url} was built for another {name} than {urls[0]}; "
+                        "give builds of one model and tokenizer"
+                    )
     except BaseException:
         for build in builds:
             build.close()
         raise
     return builds
-
-
-def _check_alike(urls: Sequence[str | Path], builds: Sequence[Build]) -> None:
-    """ConfigError if the last build was made for another model or tokens than the first."""
-    first, last = builds[0].manifest, builds[-1].manifest
-    for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
-        if getattr(last, name) != getattr(first, name):
-            raise ConfigError(
-                f"{urls[len(builds) - 1]} was built for another {name} than {urls[0]}; "
-                "give builds of one model and tokenizer"
-            )
 
 
 def open_build(
@@ -223,7 +221,8 @@ def open_build(
     `image_root` replaces the folder or URI that a refs build takes its images from. DataError if
     there is no readable build, ConfigError if an option is wrong or the extra `cloud` is missing.
     """
-    options, place = options or StorageOptions(), _place(url)
+    options = options or StorageOptions()
+    place = _place(url)
     if not is_remote(place):
         manifest = read_manifest(place)
         local = LocalShards(manifest, verify=options.verify != "never")

@@ -33,7 +33,8 @@ class LocalShards:
         self._opened: OrderedDict[int, _MappedFile] = OrderedDict()
         self._lock = threading.Lock()
         files = FolderFiles(manifest, verify=verify)
-        self.open_file, self.index = files.open_file, open_index(manifest, files)
+        self.open_file = files.open_file
+        self.index = open_index(manifest, files)
 
     def where(self, group: int) -> str:
         """The shard and the group, for messages."""
@@ -48,7 +49,8 @@ class LocalShards:
         """A view into the mapped shard. DamagedShard if the shard was cut since it was opened."""
         shard, offset, length = self.index.row(group, "shard", "offset", "length")
         mapped = self._open(shard)
-        content, end = mapped.content, offset + length
+        content = mapped.content
+        end = offset + length
         if offset < 0 or length < 0 or end > len(content):
             raise DamagedShard(
                 f"{self.where(group)}: the index puts it outside of the shard; run `packer verify`"
@@ -63,7 +65,7 @@ class LocalShards:
         return content[offset:end]
 
     def prefetch(self, groups: Sequence[int]) -> None:
-        """Nothing: the operating system reads ahead."""
+        """Do nothing: the operating system reads ahead."""
 
     def release(self, group: int) -> None:
         """Say that a group is out of use: its pages no longer count as this process's."""
@@ -91,8 +93,8 @@ class LocalShards:
         path = self._root / file.name
         size = path.stat().st_size if path.is_file() else None
         if size != file.size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise file.wrong_size(str(path), found)
+            problem = "is missing" if size is None else f"has {size} bytes"
+            raise file.wrong_size(str(path), problem)
         try:
             return _MappedFile(path)
         except (OSError, ValueError) as error:

@@ -83,14 +83,14 @@ class SampleReader:
         return raw if tuple(raw.extras) == self._extras else with_extras(raw, self._extras)
 
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
-        """Where each sample of a selection is stored, in its order."""
-        found = []
+        """Place in the builds of each sample of a selection, in its order."""
+        samples = []
         for part in selection:
             places: Sequence[int] | None = part.places
             if places is None:
                 places = range(*self._builds[part.build].index.row(part.group, "num_samples"))
-            found += [(part.build, part.group, place) for place in places]
-        return found
+            samples += [(part.build, part.group, place) for place in places]
+        return samples
 
     def release(self, selection: Selection) -> None:
         """Say that what was read is out of use, and need not count as this process's memory."""
@@ -153,9 +153,9 @@ def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
         starts, stops = (
             np.searchsorted(of_sample, chosen, side=side) for side in ("left", "right")
         )
-        kept = _ranges(starts, stops)
-        changed[files] = [getattr(raw, files)[place] for place in kept.tolist()]
-        changed |= {name: getattr(raw, name)[kept] for name in numbers}
+        rows = _ranges(starts, stops)
+        changed[files] = [getattr(raw, files)[place] for place in rows.tolist()]
+        changed |= {name: getattr(raw, name)[rows] for name in numbers}
         changed[owners] = np.repeat(np.arange(len(places), dtype=np.int32), stops - starts)
     return replace(raw, **changed)
 
@@ -186,13 +186,13 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
 
 
 def with_extras(raw: StoredGroup, names: Iterable[str]) -> StoredGroup:
-    """With these extras: None in those that its build does not have."""
+    """The samples with these extras: None in those that their build does not have."""
     nothing = [None] * len(raw.sample_ids)
     return replace(raw, extras={name: raw.extras.get(name, nothing) for name in names})
 
 
 def without_media(raw: StoredGroup, encoders: Collection[str]) -> StoredGroup:
-    """Without the files of `encoders`, which are encoded elsewhere; their numbers stay."""
+    """The samples without files of `encoders`, which are encoded elsewhere; their numbers stay."""
     return replace(raw, **{MEDIA[name][0]: () for name in encoders})  # type: ignore[arg-type]
 
 

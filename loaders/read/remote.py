@@ -42,7 +42,7 @@ AHEAD_BYTES = 1 << 30
 PIECE_BYTES, PIECES_AT_ONCE = 8 << 20, 8
 """Requests for tables, and for the whole index of version 2."""
 FILE_TRIES = 3
-"""Of a whole file that comes damaged."""
+"""Times that a whole file is fetched if it comes damaged."""
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -98,7 +98,8 @@ class RemoteShards:
     def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
         self._store, self._manifest = store, manifest
         files = _RemoteFiles(store, manifest, cache)
-        self.open_file, self.index = files.open_file, open_index(manifest, files)
+        self.open_file = files.open_file
+        self.index = open_index(manifest, files)
         self.cache = WriteBehind(cache)
         self.cache_hits = 0
         self._ahead: OrderedDict[int, tuple[Future[Any], Request]] = OrderedDict()
@@ -158,12 +159,16 @@ class RemoteShards:
             # shape (len(wanted), 3)
             table = np.array(rows, np.int64)[wanted]
             for request in join_ranges(np.array(groups, np.int64)[wanted], *table.T):
-                self._ask(request)
+                shard = self._manifest.shards[request.shard]
+                future = self._store.start(shard.name, request.start, request.end, shard.size)
+                for group in request.groups:
+                    self._ahead[group] = future, request
+                    self._ahead_bytes += self.index.row(group, "length")[0]
             while self._ahead_bytes > AHEAD_BYTES:
                 self._forget(next(iter(self._ahead)))
 
     def release(self, group: int) -> None:
-        """Nothing: its memory is freed with the last view of it."""
+        """Do nothing: a group's memory is freed with the last view of it."""
 
     def cancel(self) -> None:
         """Cancel what is under way and forget what was asked for ahead."""
@@ -176,13 +181,6 @@ class RemoteShards:
         """Cancel what is under way and release the store."""
         self._store.close()
         self.cache.close()
-
-    def _ask(self, request: Request) -> None:
-        shard = self._manifest.shards[request.shard]
-        future = self._store.start(shard.name, request.start, request.end, shard.size)
-        for group in request.groups:
-            self._ahead[group] = future, request
-            self._ahead_bytes += self.index.row(group, "length")[0]
 
     def _forget(self, group: int) -> tuple[Future[Any], Request]:
         self._ahead_bytes -= self.index.row(group, "length")[0]
@@ -238,7 +236,8 @@ class _RemoteFiles:
 
     def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
         """The message of a record batch. DamagedShard if its checksum is not the manifest's."""
-        batch, name = file.batches[number], f"{file.name}-{number:05d}"
+        batch = file.batches[number]
+        name = f"{file.name}-{number:05d}"
         check = partial(wrong_bytes, batch.checksum, "the manifest says")
         cached = self._map(name, batch.length, check)
         if cached is not None:

@@ -17,10 +17,10 @@ BEHIND_BYTES = 128 << 20
 MUCH = 0.75
 """Share of the limit that may wait while reading continues."""
 PAUSE_S = 0.1
-"""So long nothing must have come for reading to pause."""
+"""Time without a new file after which reading is taken to pause."""
 NICENESS = 10
 FLUSH_S = 5.0
-"""At most so long does closing wait for what is not stored yet."""
+"""Longest wait of closing for what is not stored yet."""
 
 
 class WriteBehind:
@@ -110,7 +110,7 @@ class _Queue:
                 self._changed.wait()
 
     def end(self) -> None:
-        """Also at the interpreter's exit, and when nobody can read from the cache any more."""
+        """Store the rest; also at exit, and when nobody can read from the cache any more."""
         if os.getpid() != self.pid:
             return  # a fork, in which nobody would ever release the lock
         deadline = time.monotonic() + FLUSH_S
@@ -120,8 +120,8 @@ class _Queue:
             if threading.current_thread() is self._thread:  # whose memory was just tidied up
                 self._ended = True
                 return
-            while self.contents and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while self.contents and (remaining_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(remaining_s)
             self._ended = True
             self._changed.notify_all()
         self._thread.join(FLUSH_S)

@@ -62,18 +62,12 @@ def copy_rows(counts: pa.Table, copies: IntArray) -> pa.Table:
     if (copies != 1).any():
         counts = counts.take(pa.array(np.repeat(np.arange(len(copies)), copies)))
     ids = counts.column("sample_id").combine_chunks()
-    place = counts.schema.get_field_index("sample_id")
-    return counts.set_column(place, "sample_id", _distinct(ids))
-
-
-def _distinct(ids: pa.StringArray) -> pa.StringArray:
-    """Ids with a number after those that repeat an earlier one."""
-    if not (numbered := numbered_ids(ids)):
-        return ids
-    names = ids.to_pylist()
-    for row, name in numbered.items():
-        names[row] = name
-    return pa.array(names, pa.string())
+    if numbered := numbered_ids(ids):
+        names = ids.to_pylist()
+        for row, name in numbered.items():
+            names[row] = name
+        ids = pa.array(names, pa.string())
+    return counts.set_column(counts.schema.get_field_index("sample_id"), "sample_id", ids)
 
 
 def numbered_ids(ids: pa.StringArray) -> dict[int, str]:
@@ -86,8 +80,9 @@ def numbered_ids(ids: pa.StringArray) -> dict[int, str]:
     rows = np.flatnonzero(again)
     if len(rows) == 0:
         return {}
-    names, numbered = ids.to_pylist(), {}
+    names = ids.to_pylist()
     taken = set(names)
+    numbered = {}
     for row, times in zip(rows.tolist(), again[rows].tolist(), strict=True):
         number = times + 1
         while (name := f"{names[row]}#{number}") in taken:  # some sample's own id

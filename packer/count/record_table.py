@@ -13,7 +13,6 @@ import json
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
@@ -29,8 +28,15 @@ from isobatch.packer.count.mixture_sampling import copies_per_sample, numbered_i
 from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import parse_columns
-from isobatch.packer.sources.dataset import DEMO, Dataset, Part, find_dataset
-from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk
+from isobatch.packer.sources.dataset import (
+    DEMO,
+    Dataset,
+    Part,
+    demo_dataset,
+    find_dataset,
+    no_records,
+)
+from isobatch.shards.folders import absolute, cache_folder, naming_full_disk
 
 BATCH_RECORDS = 256
 """Records of a batch of the file: few, because each may have images of some megabytes."""
@@ -81,8 +87,8 @@ class RecordTable:
         """A record by its place among all that were read."""
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         value = self._batches[batch].column("record")[row - int(self._starts[batch])]
-        found: RawRecord = pickle.loads(value.as_buffer())
-        return found
+        record: RawRecord = pickle.loads(value.as_buffer())
+        return record
 
 
 def read_records(
@@ -98,29 +104,23 @@ def read_records(
     Errors as of `find_dataset`.
     """
     names = parse_columns(columns)
-    is_demo = place == DEMO
-    dataset = _demo(data_root) if is_demo else find_dataset(place, data_root, columns=names)
-    parts = (
-        replace(part, located=replace(part.located, keep=keep).seeded(seed))
-        for part in dataset.parts
-    )
-    return RecordTable(replace(dataset, parts=tuple(parts)), seed, progress)
-
-
-def _demo(data_root: str | None) -> Dataset:
-    folder = Path(data_root) if data_root else cache_folder("demo")
-    with _locked(cache_folder("records") / "demo.lock"):
-        if not (folder / "annotations.json").exists():
-            write_demo(folder, num_samples=DEMO_SAMPLES)
-    found = find_dataset(str(folder), None)
-    return replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
+    if place == DEMO:
+        folder = Path(data_root) if data_root else cache_folder("demo")
+        with _locked(cache_folder("records") / "demo.lock"):
+            if not (folder / "annotations.json").exists():
+                write_demo(folder, num_samples=DEMO_SAMPLES)
+        dataset = demo_dataset(folder)
+    else:
+        dataset = find_dataset(place, data_root, columns=names)
+    return RecordTable(dataset.keeping(keep, seed), seed, progress)
 
 
 def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
     """Write the records of all parts, the whole file or none."""
     temporary = file.with_suffix(".tmp")
     sources = [part.open() for part in dataset.parts]
-    total, num_records = sum(info.size for each in sources for info in each.files()), 0
+    total = sum(info.size for source in sources for info in source.files())
+    num_records = 0
     with (
         progress.stage("read", total, "records") as stage,
         pa.OSFile(str(temporary), "wb") as sink,
@@ -128,21 +128,15 @@ def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
     ):
         for number, (part, source) in enumerate(zip(dataset.parts, sources, strict=True)):
             chunks = source.chunks(BATCH_RECORDS, stage.advance)
-            records = chain.from_iterable(chunk.records() for chunk in chunks)
-            for rows in _batches(islice(records, part.limit)):
+            records = islice(chain.from_iterable(chunk.records() for chunk in chunks), part.limit)
+            while rows := list(islice(records, BATCH_RECORDS)):
                 writer.write_batch(_encoded(rows, number, part))
                 stage.count(len(rows))
                 num_records += len(rows)
     if not num_records:
         temporary.unlink()
-        names = ", ".join(f"{p.located.folder}/{p.located.names[0]}" for p in dataset.parts)
-        raise DataError(f"{names}: holds no records")
+        raise no_records(dataset)
     temporary.replace(file)
-
-
-def _batches(records: Iterator[RawRecord]) -> Iterator[list[RawRecord]]:
-    while rows := list(islice(records, BATCH_RECORDS)):
-        yield rows
 
 
 def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBatch:
@@ -151,17 +145,16 @@ def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBat
         [id_of(row.value, f"{part.name}:{row.position}") for row in rows],
         [pickle.dumps(row, pickle.HIGHEST_PROTOCOL) for row in rows],
     ]
-    arrays = [pa.array(each, field.type) for each, field in zip(columns, _SCHEMA, strict=True)]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.record_batch(arrays, schema=_SCHEMA)
 
 
 def _identity(dataset: Dataset) -> str:
-    """Of the files, what is read of them and how; also of this version, whose rows they are."""
+    """A hash of the files, of what is read of them and how, and of this version."""
     parts = []
     for part in dataset.parts:
         located = part.located
-        given = located.folder, part.data_root
-        places = [place if is_uri(place) else str(Path(place).resolve()) for place in given]
+        places = [absolute(located.folder), absolute(part.data_root)]
         files = [[info.name, info.size, info.version] for info in part.open().files()]
         how = [part.name, part.limit, located.layout, located.options, located.keep]
         how += [] if located.columns is None else [located.columns]

@@ -146,7 +146,7 @@ def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
             lost = batch.select(REJECTED_SCHEMA.names).filter(pc.invert(usable))
             counts.append(_counts_of(batch.filter(usable)))
             rejected.append(pa.Table.from_batches([lost]))
-    tables = [pa.concat_tables(each).combine_chunks() for each in (counts, rejected)]
+    tables = [pa.concat_tables(parts).combine_chunks() for parts in (counts, rejected)]
     return tables[0], tables[1], records_per_part
 
 
@@ -161,7 +161,7 @@ def staged_never_read(
     staged: Path, names: Sequence[str], records_per_part: Sequence[int]
 ) -> dict[str, NeverRead]:
     """Part of the dataset -> what its usable records have that was never read, if anything."""
-    found: dict[str, NeverRead] = {}
+    by_part: dict[str, NeverRead] = {}
     ends = np.cumsum(records_per_part)
     position = 0
     with pa.memory_map(str(staged)) as source:
@@ -173,9 +173,9 @@ def staged_never_read(
             for start, end in pairwise(edges):
                 part = int(np.searchsorted(ends, start, side="right"))
                 rows = batch.slice(start - position, end - start)
-                add_never_read(found.setdefault(names[part], {}), never_read_in(rows))
+                add_never_read(by_part.setdefault(names[part], {}), never_read_in(rows))
             position += len(batch)
-    return {name: paths for name, paths in found.items() if paths}
+    return {name: paths for name, paths in by_part.items() if paths}
 
 
 def has_videos(staged: Path) -> bool:
@@ -184,7 +184,7 @@ def has_videos(staged: Path) -> bool:
         reader = pa.ipc.open_file(source)
         batches = map(reader.get_batch, range(reader.num_record_batches))
         frames = (batch.column("images").flatten().field("num_frames") for batch in batches)
-        return any((pc.max(each).as_py() or 0) > 0 for each in frames)
+        return any((pc.max(counts).as_py() or 0) > 0 for counts in frames)
 
 
 def _counts_of(batch: pa.RecordBatch) -> pa.Table:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from isobatch.packer.html_page import render
 from isobatch.packer.inspect import terminal
-from isobatch.packer.inspect._thumbnails import MOST_PIXELS
-from isobatch.packer.inspect.view import GroupView
+from isobatch.packer.inspect.view import MOST_PIXELS, GroupView
 
 NUMBERED_SHARE = 0.025
 """Least share of a load bar for a sample's part to show its number."""

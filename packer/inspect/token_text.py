@@ -41,7 +41,7 @@ class Piece:
     kind: PieceKind
     input_ids: tuple[int, ...]
     text: str | None = None
-    """None for files, and without a tokenizer."""
+    """Text of the tokens; None for files, and without a tokenizer."""
     file: int | None = None
     """Number of the file within the sample, from 0; images and videos have one numbering."""
 
@@ -86,14 +86,14 @@ def read_pieces(
         kinds[np.isin(input_ids, token_ids)] = _KINDS.index(kind)
     # a piece begins where the kind changes
     borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(input_ids)]
-    left = {kind: list(runs) for kind, (_, runs) in files.items()}
+    remaining = {kind: list(runs) for kind, (_, runs) in files.items()}
     pieces: list[Piece] = []
     for start, end in pairwise(borders):
         if start == end:
             continue
         kind = _KINDS[kinds[start]]
         if kind in files:
-            pieces += _file_pieces(kind, input_ids[start:end], left[kind])
+            pieces += _file_pieces(kind, input_ids[start:end], remaining[kind])
         else:
             decoded = None if decoder is None else _decode(decoder, input_ids, start, end)
             ids = tuple(input_ids[start:end].tolist())
@@ -101,11 +101,11 @@ def read_pieces(
     return tuple(pieces)
 
 
-def _file_pieces(kind: PieceKind, ids: Int32Array, left: list[tuple[int, int]]) -> Iterator[Piece]:
-    """One piece per run of adjacent file tokens; takes (number, tokens) from `left`."""
+def _file_pieces(kind: PieceKind, ids: Int32Array, runs: list[tuple[int, int]]) -> Iterator[Piece]:
+    """One piece per run of adjacent file tokens; takes (number, tokens) from `runs`."""
     start, number = 0, -1
     while start < len(ids):
-        number, tokens = left.pop(0) if left else (number + 1, len(ids))
+        number, tokens = runs.pop(0) if runs else (number + 1, len(ids))
         yield Piece(kind=kind, input_ids=tuple(ids[start : start + tokens].tolist()), file=number)
         start += max(tokens, 1)
 

@@ -4,25 +4,32 @@ Reads the manifest, the group's row of the index, its rows of the tables and its
 may be of any size (at a URI, index and tables are fetched). Terminal, page and JSON show this view.
 """
 
+import base64
+import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
-from isobatch.common.errors import ConfigError, DamagedShard, first_line
-from isobatch.common.types import COUNT_COLUMNS, IntArray, Limits
-from isobatch.media.frame_archive import pack_frames
+from isobatch.common.errors import ConfigError, DamagedShard, DataError, first_line
+from isobatch.common.types import COUNT_COLUMNS, Limits
+from isobatch.counting.headers.video_header import first_frame
+from isobatch.counting.records.media import SampleProblem
+from isobatch.media.decoder_faults import fault_of, quiet_decoders
+from isobatch.media.frame_archive import is_frame_archive, pack_frames, unpack_frames
 from isobatch.models.audio_tokens import plan_clip
 from isobatch.models.image_tokens import ImagePlan, plan_image
 from isobatch.models.video_rules import VideoRule
 from isobatch.models.video_tokens import VideoFacts, plan_video
 from isobatch.packer.demo.dataset import demo_tokenizer_path
-from isobatch.packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from isobatch.packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
 from isobatch.packer.sources.dataset import DEMO
 from isobatch.packer.table_queries import find_rows, read_rows
@@ -37,6 +44,21 @@ from isobatch.shards.tar_shards import decode_tar
 _TABLES = (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME, REJECTED_NAME)
 Row = dict[str, Any]
 """What the counts table says about a sample."""
+MOST_PIXELS = 160
+"""Longer side of a thumbnail."""
+JPEG_QUALITY = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thumbnail:
+    """A picture of at most MOST_PIXELS per side, as a `data:` URI."""
+
+    uri: str
+    width: int
+    height: int
+    full_width: int
+    """Width of the decoded image, upright."""
+    full_height: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +74,7 @@ class ImageView:
     num_tokens: int
     """LLM tokens."""
     num_bytes: int | None
-    """None if the file cannot be read."""
+    """Size of the file; None if it cannot be read."""
     problem: str
     """Why it cannot be read or decoded, or how it differs from what was counted; else empty."""
     thumbnail: Thumbnail | None = field(repr=False)
@@ -134,7 +156,7 @@ class GroupView:
 
 
 def _plain(view: object, *, without: tuple[str, ...]) -> dict[str, Any]:
-    names = [each.name for each in fields(view)]  # type: ignore[arg-type]
+    names = [attribute.name for attribute in fields(view)]  # type: ignore[arg-type]
     return {name: getattr(view, name) for name in names if name not in without}
 
 
@@ -167,7 +189,8 @@ def inspect_group(
         if sample is not None:
             number = _group_of(folder, sample)
         elif number is None:
-            number = _middle(index.column(f"num_{unit}"))
+            by_load = np.argsort(index.column(f"num_{unit}"), kind="stable")
+            number = int(by_load[len(by_load) // 2])
         counted = _counted(folder, number, index.sample_ids(number))
         counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
         shard, offset, length = index.row(number, "shard", "offset", "length")
@@ -193,11 +216,6 @@ def inspect_group(
         samples=samples,
         tokenizer=source or "",
     )
-
-
-def _middle(loads: IntArray) -> int:
-    """The group whose load is in the middle, one that is as large as most."""
-    return int(np.argsort(loads, kind="stable")[len(loads) // 2])
 
 
 def _group_of(folder: Path, sample_id: str) -> int:
@@ -243,7 +261,7 @@ class _UnreadMedia:
     """The files of a refs build stay unread: the names are enough here."""
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
-        """Nothing of each file."""
+        """Empty contents."""
         return [b""] * len(names)
 
 
@@ -269,11 +287,11 @@ def _sample_view(
     stored: StoredGroup, place: int, about: Row, manifest: Manifest, decoder: Tokenizer | None
 ) -> SampleView:
     image_places = np.flatnonzero(stored.image_samples == place).tolist()
-    images = tuple(_image_view(stored, image, manifest) for image in image_places)
     plans = [_plan_of(stored, image, manifest) for image in image_places]
+    images = tuple(map(partial(_image_view, stored, manifest), image_places, plans))
     image_runs = [(number, run) for number, plan in enumerate(plans) for run in plan.runs]
     token_ids = [manifest.image_token_id, manifest.video_token_id, manifest.audio_token_id]
-    *visual, audio = ([] if each is None else [each] for each in token_ids)
+    *visual, audio = ([] if token_id is None else [token_id] for token_id in token_ids)
     files: dict[PieceKind, tuple[Sequence[int], list[tuple[int, int]]]] = {
         PieceKind.image: ([*chain(*visual)], image_runs)
     }
@@ -303,7 +321,7 @@ def _sample_view(
     )
 
 
-def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageView:
+def _image_view(stored: StoredGroup, manifest: Manifest, number: int, plan: ImagePlan) -> ImageView:
     height, width = stored.image_sizes[number].tolist()
     num_frames, rate = int(stored.image_frames[number]), float(stored.image_rates[number])
     name = stored.image_names[number] if stored.image_names else ""
@@ -312,10 +330,8 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     try:
         if manifest.format == "refs":
             # a link was allowed or refused when the build was made
-            root, frames = (
-                open_folder(manifest.data_root or "", follow_links=True),
-                frame_paths(name),
-            )
+            root = open_folder(manifest.data_root or "", follow_links=True)
+            frames = frame_paths(name)
             data = pack_frames(map(root.read, frames)) if frames else root.read(name)
         else:
             data = bytes(stored.images[number])
@@ -323,7 +339,6 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     except OSError as error:
         reason = error.strerror or error
         thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
-    plan = _plan_of(stored, number, manifest)
     return ImageView(
         name=name,
         width=width,
@@ -350,7 +365,45 @@ def _plan_of(stored: StoredGroup, number: int, manifest: Manifest) -> ImagePlan:
 
 def _change(thumbnail: Thumbnail, width: int, height: int) -> str:
     """How an image that can be decoded differs from what was counted; empty if it does not."""
-    found = thumbnail.full_width, thumbnail.full_height
-    if found == (width, height):
+    size = thumbnail.full_width, thumbnail.full_height
+    if size == (width, height):
         return ""
-    return f"is {found[0]} x {found[1]} now, but was counted as {width} x {height}; build again"
+    return f"is {size[0]} x {size[1]} now, but was counted as {width} x {height}; build again"
+
+
+# --- pictures: damaged files are what a person looks for, so an error is a value here ---
+
+
+def make_thumbnail(data: bytes, *, is_video: bool = False) -> Thumbnail | str:
+    """The thumbnail of an image or a video's first frame, or in one line why there is none."""
+    try:
+        if is_video and not is_frame_archive(data):
+            return _shrunk(first_frame(io.BytesIO(data)))
+        if is_video:
+            data = unpack_frames(data)[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            quiet_decoders()
+            with Image.open(io.BytesIO(data)) as image:
+                return _shrunk(ImageOps.exif_transpose(image))
+    except (SampleProblem, DataError) as error:
+        return first_line(error)
+    except Exception as error:  # of any type: decoders raise what they like
+        return fault_of(error).detail if data else "the file is empty"
+
+
+def _shrunk(upright: Image.Image) -> Thumbnail:
+    full_width, full_height = upright.size
+    has_alpha = upright.has_transparency_data
+    picture = upright.convert("RGBA" if has_alpha else "RGB")
+    picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    buffer = io.BytesIO()
+    kind = "png" if has_alpha else "jpeg"
+    picture.save(buffer, kind, **({} if has_alpha else {"quality": JPEG_QUALITY}))
+    return Thumbnail(
+        uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}",
+        width=picture.width,
+        height=picture.height,
+        full_width=full_width,
+        full_height=full_height,
+    )

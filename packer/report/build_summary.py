@@ -66,5 +66,6 @@ def nothing_to_pack(rejected: pa.Table) -> DataError:
     )
 
 
-def _listed(found: dict[str, Rejection]) -> str:
-    return "; ".join(f"{each.number:,} {name}, first {each.first}" for name, each in found.items())
+def _listed(reasons: dict[str, Rejection]) -> str:
+    entries = (f"{entry.number:,} {name}, first {entry.first}" for name, entry in reasons.items())
+    return "; ".join(entries)

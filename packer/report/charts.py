@@ -57,12 +57,12 @@ def rank_bars(
     bar = slot * 0.86 / max(ranks, 1)
     work, wait, names = [], [], []
     for step, loads in enumerate(steps.tolist()):
-        left, top = LEFT + (step + 0.07) * slot, _y(int(slowest[step]), upper)
+        slot_x, top = LEFT + (step + 0.07) * slot, _y(int(slowest[step]), upper)
         for rank, load in enumerate(loads):
-            x, y = left + rank * bar, _y(load, upper)
+            x, y = slot_x + rank * bar, _y(load, upper)
             work.append(_bar(x, FLOOR, y, bar * 0.9))
             wait.append(_bar(x, y, top, bar * 0.9))
-        names.append(_text(left + slot * 0.43, FLOOR + 15, f"step {step + 1}"))
+        names.append(_text(slot_x + slot * 0.43, FLOOR + 15, f"step {step + 1}"))
     bars = (
         f'<path class="{series}" d="{"".join(work)}"/>'
         f'<path class="wait {series}" d="{"".join(wait)}"/>'
@@ -80,11 +80,11 @@ def step_lines(series: Mapping[str, FloatArray]) -> Markup:
         name: np.array([values[block].mean() for block in blocks])
         for name, values in series.items()
     }
-    top = max(*(float(each.max()) for each in means.values()), 0.001)
+    top = max(*(float(line.max()) for line in means.values()), 0.001)
     places = [LEFT + (block.mean() + 0.5) / steps * PLOT_WIDTH for block in blocks]
     paths = []
-    for name, each in means.items():
-        points = (f"{x:.1f} {_y(y, top):.1f}" for x, y in zip(places, each.tolist(), strict=True))
+    for name, line in means.items():
+        points = (f"{x:.1f} {_y(y, top):.1f}" for x, y in zip(places, line.tolist(), strict=True))
         paths.append(f'<path class="line {name}" d="M{"L".join(points)}"/>')
     body = f"{_y_axis(top, _percent)}{''.join(paths)}{_x_axis(steps, 'step')}"
     return _svg(body, f"shares of {steps:,} steps, at most {top:.2%}")

@@ -36,7 +36,7 @@ from isobatch.counting.records.fields import NeverRead
 from isobatch.packer.group import LIMITS_NAME
 from isobatch.packer.table_queries import count_reasons, query_table
 from isobatch.shards.folders import on_disk
-from isobatch.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
+from isobatch.shards.manifest import MANIFEST_NAME, read_manifest
 from isobatch.shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -112,9 +112,9 @@ class SourceFigures:
 
     samples: float
     labels: float
-    """Its share of the gradient with `loss_normalizer="epoch"`."""
+    """Share of the gradient with `loss_normalizer="epoch"`."""
     gradient: dict[int, float]
-    """With "step", by micro-batches per step."""
+    """Share of the gradient with "step", by micro-batches per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +190,15 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in (*TITLES, BEFORE)}
     methods = {name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES}
+    pairs = {}
     for number in MICRO_BATCHES:
         # a step of several micro-batches has other groups than as many steps of one
-        stream = groups.take(_in_order(tables, dp, number, seed))
+        order, following = (_in_order(tables, dp, number, seed, epoch) for epoch in (0, 1))
+        stream = groups.take(order)
         methods["ours"].shuffle[number] = _shuffle(
             stream, _loads("ours", stream, tables), tables.sources, dp * number
         )
+        pairs[number] = repeated_pairs(order, following, dp * number)
     packed = counts.take(np.sort(groups.samples))
     num_rejected = sum(tables.rejected.values())
     return Report(
@@ -212,7 +215,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         num_steps=-(-len(groups) // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
         sources=_sources(tables, dp=dp, seed=seed),
-        repeated_pairs=_repeated_pairs(tables, dp=dp, seed=seed),
+        repeated_pairs=pairs,
         limits=limits,
         limits_explained=tables.limits_explained,
         methods=methods,
@@ -226,13 +229,13 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
     """Every method's micro-batches in stream order, as groups of rows of the counts."""
     groups = tables.groups
     packed = np.sort(groups.samples)
+    seq_len = tables.counts.seq_len[packed]
+    group_size = max(1, round(len(packed) / max(len(groups), 1)))
+    samplers = [(name, sampler, BATCH_SIZE) for name, sampler in BASELINES.items()]
     streams = {}
-    for name, sampler in BASELINES.items():
-        drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
+    for name, sampler, size in [*samplers, (BEFORE, BASELINES["random"], group_size)]:
+        drawn = as_groups(sampler(seq_len, dp, size, seed))
         streams[name] = Groups(packed[drawn.samples], drawn.offsets)
-    each = max(1, round(len(packed) / max(len(groups), 1)))
-    drawn = as_groups(BASELINES["random"](tables.counts.seq_len[packed], dp, each, seed))
-    streams[BEFORE] = Groups(packed[drawn.samples], drawn.offsets)
     streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
     streams["ours"] = groups.take(_in_order(tables, dp, 1, seed))
     return streams
@@ -240,7 +243,8 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
 
 def _in_order(tables: _Tables, dp: int, micro_batches: int, seed: int, epoch: int = 0) -> IntArray:
     """The groups of an epoch, micro-batch after micro-batch, in each rank by rank."""
-    groups, vision = tables.groups, tables.limits.vision_load(tables.counts)
+    groups = tables.groups
+    vision = tables.limits.vision_load(tables.counts)
     loads = groups.sum(vision), groups.sum(tables.counts.seq_len)
     steps = epoch_steps(loads, (dp, micro_batches), seed=seed, epoch=epoch)
     taken = steps.transpose(0, 2, 1).ravel()
@@ -249,7 +253,8 @@ def _in_order(tables: _Tables, dp: int, micro_batches: int, seed: int, epoch: in
 
 def _sources(tables: _Tables, *, dp: int, seed: int) -> dict[str, SourceFigures]:
     """Shares of the sources that have packed samples, by name."""
-    labels, ones = tables.counts.num_loss_tokens, np.ones_like(tables.sources)
+    labels = tables.counts.num_loss_tokens
+    ones = np.ones_like(tables.sources)
 
     def shares(stream: Groups, weights: IntArray, step_groups: int) -> FloatArray:
         return gradient_shares(stream, tables.sources, weights, max(1, step_groups))
@@ -258,27 +263,16 @@ def _sources(tables: _Tables, *, dp: int, seed: int) -> dict[str, SourceFigures]
         number: shares(tables.groups.take(_in_order(tables, dp, number, seed)), labels, dp * number)
         for number in MICRO_BATCHES
     }
-    whole = tables.groups, len(tables.groups)
-    of_epoch = zip(
-        *(shares(whole[0], weights, whole[1]) for weights in (ones, labels)), strict=True
-    )
+    of_epoch = (shares(tables.groups, weights, len(tables.groups)) for weights in (ones, labels))
     return {
         tables.source_names[source]: SourceFigures(
             samples=float(samples),
-            labels=float(own),
-            gradient={number: float(found[source]) for number, found in gradients.items()},
+            labels=float(label_share),
+            gradient={number: float(by_source[source]) for number, by_source in gradients.items()},
         )
-        for source, (samples, own) in enumerate(of_epoch)
+        for source, (samples, label_share) in enumerate(zip(*of_epoch, strict=True))
         if samples > 0
     }
-
-
-def _repeated_pairs(tables: _Tables, *, dp: int, seed: int) -> dict[int, float]:
-    found = {}
-    for number in MICRO_BATCHES:
-        first, second = (_in_order(tables, dp, number, seed, epoch) for epoch in (0, 1))
-        found[number] = repeated_pairs(first, second, dp * number)
-    return found
 
 
 def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
@@ -316,7 +310,8 @@ def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) 
 
 
 def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
-    notes, idle = [], "only step has idle ranks"
+    notes = []
+    idle = "only step has idle ranks"
     if num_packed < dp * BATCH_SIZE:
         few = f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}"
         notes.append(f"{few}: the baselines' {idle}")
@@ -346,8 +341,12 @@ def _read_tables(out: Path) -> _Tables:
         limits = manifest.limits
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
-        found = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
-        _check_totals(manifest, found | {"num_groups": len(groups)})
+        totals = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
+        totals["num_groups"] = len(groups)
+        recorded = {name: manifest.values["totals"][name] for name in totals}
+        if recorded != totals:
+            differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
+            raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
     else:
         limits, explained = _read_limits(out)
         unread = {}
@@ -378,13 +377,6 @@ def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) ->
             f"{out}: {len(wrong)} samples are not in exactly one group or else rejected (first: "
             f"row {row} of {COUNTS_NAME}, {uses[row]} times); build again with --overwrite"
         )
-
-
-def _check_totals(manifest: Manifest, found: dict[str, int]) -> None:
-    said = {name: manifest.values["totals"][name] for name in found}
-    if said != found:
-        differ = f"{MANIFEST_NAME} says {said}, but the tables hold {found}"
-        raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
 
 
 def _read_limits(out: Path) -> tuple[Limits, tuple[str, ...]]:

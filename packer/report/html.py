@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from isobatch.balance.baseline_samplers import BATCH_SIZE
 from isobatch.balance.metrics import dist_ratio, step_loads
+from isobatch.common.plain_values import write_text
 from isobatch.common.types import IntArray
 from isobatch.packer.format_text import counted, share_text
 from isobatch.packer.html_page import render
@@ -35,7 +36,7 @@ class Chart:
     """A chart of the page with its heading."""
 
     series: str
-    """Its colour: samples, random or ours."""
+    """Name of its colour: samples, random or ours."""
     title: str
     note: str
     svg: Markup
@@ -43,9 +44,7 @@ class Chart:
 
 def write_html(report: Report, path: Path) -> None:
     """Write the page of `report` to `path`, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(render_html(report), "utf-8")
-    temporary.replace(path)
+    write_text(path, render_html(report))
 
 
 def render_html(report: Report) -> str:
@@ -114,8 +113,8 @@ def _rank_charts(report: Report, load: str, unit: str) -> list[Chart]:
 
 
 def _before(report: Report) -> str:
-    each = max(1, round(report.num_packed / max(report.num_groups, 1)))
-    return f"Before: {counted(each, 'random samples')}"
+    group_size = max(1, round(report.num_packed / max(report.num_groups, 1)))
+    return f"Before: {counted(group_size, 'random samples')}"
 
 
 def _ranks_title(report: Report) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from isobatch.common.plain_values import write_text
 from isobatch.common.types import FloatArray
 from isobatch.counting.records.record import REASONS
 from isobatch.packer.html_page import FOLDER, render
@@ -22,9 +23,7 @@ def write_loading_page(
     `report` is that of the loader, `ratios` has shape (2, steps): dist ratios of vision encoders
     and LLMs. `rejected`: reason and details of each sample that cannot be used.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(render_loading(report, ratios, rejected), "utf-8")
-    temporary.replace(path)
+    write_text(path, render_loading(report, ratios, rejected))
 
 
 def render_loading(
@@ -33,8 +32,8 @@ def render_loading(
     """The page of these figures (see `write_loading_page`)."""
     reasons: dict[str, Rejection] = {}
     for reason, detail in rejected:
-        found = reasons.get(reason, Rejection(0, detail))
-        reasons[reason] = Rejection(found.number + 1, found.first)
+        rejection = reasons.get(reason, Rejection(0, detail))
+        reasons[reason] = Rejection(rejection.number + 1, rejection.first)
     ordered = sorted(reasons.items(), key=lambda item: -item[1].number)
     lines = dict(zip(SERIES.values(), ratios, strict=True))
     return render(

@@ -54,8 +54,8 @@ class FigureTable:
 def print_report(report: Report, console: Console) -> None:
     """Print two tables: what the build does to balance, and to randomness."""
     console.print(samples_text(report), highlight=False)
-    least = f"no grouping needs fewer than {max(report.lower_bounds.values()):,}"
-    console.print(f"{groups_text(report)} ({least})", highlight=False)
+    bound = f"no grouping needs fewer than {max(report.lower_bounds.values()):,}"
+    console.print(f"{groups_text(report)} ({bound})", highlight=False)
     for line in report.limits_explained:
         console.print(f"[dim]{foreign(line)}[/]")
     _print_table(balance_table(report), console)
@@ -133,8 +133,8 @@ def source_table(report: Report) -> FigureTable:
     """What each source weighs."""
     headings = ["samples", "labels", *(f"gradient\nk={number}" for number in MICRO_BATCHES)]
     rows = {
-        name: [share_text(share) for share in (own.samples, own.labels, *own.gradient.values())]
-        for name, own in report.sources.items()
+        name: [share_text(share) for share in (row.samples, row.labels, *row.gradient.values())]
+        for name, row in report.sources.items()
     }
     return FigureTable(headings, rows)
 
@@ -218,7 +218,8 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
         yield "", f"all of them: {join(summary.out, REJECTED_NAME)}"
     if line := never_read_line(summary.never_read):
         yield "note", visible_line(line)
-    shards, place = manifest["shards"], join(summary.out, "shards")
+    shards = manifest["shards"]
+    place = join(summary.out, "shards")
     size = size_text(sum(shard["size"] for shard in shards))
     yield "shards", f"{len(shards):,} in {place} ({manifest['format']}), {size}"
     yield "report", join(summary.out, REPORT_NAME)
@@ -228,7 +229,8 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
 
 def _tokenizer_notes(summary: BuildSummary) -> Iterator[str]:
     if conflicts := summary.id_conflicts:
-        number, word = counted(len(conflicts), "tokens"), "ids" if len(conflicts) > 1 else "an id"
+        number = counted(len(conflicts), "tokens")
+        word = "ids" if len(conflicts) > 1 else "an id"
         ids = ", ".join(f"{token} {said} ({used})" for token, (said, used) in conflicts.items())
         says = (
             f"the tokenizer's config gives {number} {word} that its tokenizer.json does not: {ids}"

@@ -6,7 +6,7 @@ records in the chunk; others a file name and a range. The helpers below are what
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -50,11 +50,11 @@ class Located:
     def identity(self) -> dict[str, str]:
         """What decides the records of the same files; empty for most."""
         decides = ("fields", "sampling")
-        given = {key: repr(value) for key, value in self.options if key in decides}
-        return given | ({} if self.columns is None else {"columns": repr(self.columns)})
+        values = {key: repr(value) for key, value in self.options if key in decides}
+        return values | ({} if self.columns is None else {"columns": repr(self.columns)})
 
     def seeded(self, seed: int) -> "Located":
-        """The same files, of which records that are drawn are drawn by this seed."""
+        """The same files; records that are drawn are drawn by this seed."""
         options = (
             (key, value.seeded(seed) if key == "sampling" else value) for key, value in self.options
         )
@@ -86,8 +86,10 @@ class Source(ABC):
     def columns(self) -> set[str]:
         """Columns that the first records have, for messages."""
         chunks = self.chunks(FIRST_RECORDS, lambda _: None)
-        records = islice((each for chunk in chunks for each in chunk.records()), FIRST_RECORDS)
-        return {key for each in records if isinstance(each.value, Mapping) for key in each.value}
+        records = islice((record for chunk in chunks for record in chunk.records()), FIRST_RECORDS)
+        return {
+            key for record in records if isinstance(record.value, Mapping) for key in record.value
+        }
 
     def unread_columns(self) -> dict[str, str]:
         """Columns that records come without, because nothing reads them, each with one value.
@@ -136,6 +138,14 @@ def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
+def has_file(folder: Folder, name: str) -> bool:
+    """Whether a file is there and can be read."""
+    try:
+        return folder.info(name).size >= 0
+    except OSError:
+        return False
+
+
 @contextmanager
 def _named(folder: Folder, name: str) -> Iterator[None]:
     try:
@@ -156,24 +166,30 @@ def known_columns(columns: Iterable[str], where: str, located: Located) -> tuple
     names = list(columns)
     if ALL_COLUMNS in located.keep:
         return tuple(names)
-    given = located.columns
-    known_names = names if given is None else [given.ours(name) for name in names]
+    renames = located.columns
+    known_names = names if renames is None else [renames.ours(name) for name in names]
     if not CONTENT_KEYS.intersection(known_names):
         known = ", ".join(sorted(CONTENT_KEYS))
         has = ", ".join(names)[:200]
         raise DataError(f"{where}: has the columns {has}; expected one of {known}")
-    wanted = RECORD_KEYS.union(located.keep, () if given is None else given.theirs)
+    wanted = RECORD_KEYS.union(located.keep, () if renames is None else renames.theirs)
     return tuple(name for name in names if name in wanted)
+
+
+def require_known(values: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """ConfigError for a key of another tool's file that nothing here reads."""
+    if strange := [str(key) for key in values if key not in known]:
+        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
 
 
 def examples(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The first value of each column that has one and a meaning, as a short text."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for row in rows:
         for column, value in row.items():
-            if column not in found and column not in NO_MEANING and not is_empty(value):
-                found[column] = example_of(value)
-    return found
+            if column not in texts and column not in NO_MEANING and not is_empty(value):
+                texts[column] = example_of(value)
+    return texts
 
 
 def prefix_under(folder: str, data_root: str, what: str) -> str:

@@ -30,14 +30,14 @@ class Columns:
     """How a dataset names what the schemas read."""
 
     names: tuple[tuple[str, str], ...]
-    """Our name and theirs of each column."""
+    """Our name and the dataset's of each column."""
     is_complete: bool = False
     """Whether other keys with text are not to be read: they get a dot too."""
     role_key: str = ""
     """Key of a turn's role; empty if turns have ours."""
     text_key: str = ""
     roles: tuple[tuple[str, str], ...] = ()
-    """Their role and ours."""
+    """The dataset's name and ours of each role."""
     chosen: str = ""
     """Column of the last turn: the better one of two answers."""
 
@@ -50,7 +50,7 @@ class Columns:
 
     @property
     def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Their name and ours of each column."""
+        """The dataset's name and ours of each column."""
         return tuple((theirs, ours) for ours, theirs in self.names)
 
     def ours(self, column: str) -> str:
@@ -66,14 +66,14 @@ class Columns:
         theirs = self.theirs
         hidden = {ours for ours, _ in self.names} | (CONTENT if self.is_complete else frozenset())
         rest = (key for key in record if key not in theirs)
-        found = {f".{key}" if key in hidden else key: record[key] for key in rest}
-        found |= {ours: record[given] for ours, given in self.names if given in record}
+        result = {f".{key}" if key in hidden else key: record[key] for key in rest}
+        result |= {ours: record[column] for ours, column in self.names if column in record}
         if self.role_key or self.text_key:
-            key = next((key for key in TURNS if found.get(key) is not None), TURNS[0])
-            found[key] = self._turns(found.get(key), record.get(self.chosen))
-        if found.get("instruction") == "" and found.get("input"):
-            found["instruction"] = found.pop("input")
-        return found
+            key = next((key for key in TURNS if result.get(key) is not None), TURNS[0])
+            result[key] = self._turns(result.get(key), record.get(self.chosen))
+        if result.get("instruction") == "" and result.get("input"):
+            result["instruction"] = result.pop("input")
+        return result
 
     def _turns(self, turns: Any, chosen: Any) -> Any:
         """Turns with our keys and roles; what is no list of objects as it is."""
@@ -87,14 +87,16 @@ class Columns:
         named = {theirs: ours for theirs, ours in pairs if theirs}
         hidden = {ours for theirs, ours in named.items() if theirs != ours}
         rest = {f".{k}" if k in hidden else k: v for k, v in turn.items() if k not in named}
-        found = rest | {ours: turn[theirs] for theirs, ours in named.items() if theirs in turn}
-        role = found.get("role")
-        return found | ({"role": dict(self.roles).get(role, role)} if isinstance(role, str) else {})
+        result = rest | {ours: turn[theirs] for theirs, ours in named.items() if theirs in turn}
+        role = result.get("role")
+        return result | (
+            {"role": dict(self.roles).get(role, role)} if isinstance(role, str) else {}
+        )
 
 
-def parse_columns(given: Iterable[str]) -> Columns | None:
+def parse_columns(options: Iterable[str]) -> Columns | None:
     """What `--columns` says: `ours=theirs`, several with commas between; None if nothing."""
-    pairs = [pair.strip() for text in given for pair in text.split(",") if pair.strip()]
+    pairs = [pair.strip() for text in options for pair in text.split(",") if pair.strip()]
     if bad := next((pair for pair in pairs if "=" not in pair), None):
         raise ConfigError(f"columns {bad!r}: give OURS=THEIRS, for example messages=my_conv")
     return named_columns([tuple(map(str.strip, pair.split("=", 1))) for pair in pairs])
@@ -121,10 +123,10 @@ def named_columns(pairs: Iterable[tuple[Any, ...]]) -> Columns | None:
     return Columns(names=columns, role_key=role, text_key=text)
 
 
-def require_columns(located: Located, columns: Columns, found: set[str], name: str) -> None:
+def require_columns(located: Located, columns: Columns, existing: set[str], name: str) -> None:
     """ConfigError unless the first records have every column that is named."""
-    if missing := sorted(columns.theirs - found):
-        has = ", ".join(sorted(found))[:300]
+    if missing := sorted(columns.theirs - existing):
+        has = ", ".join(sorted(existing))[:300]
         where = f"{name} ({located.folder})"
         raise ConfigError(f"columns: no {missing[0]!r} in the first records of {where}: {has}")
 
@@ -159,20 +161,20 @@ class RenamedSource(Source):
         super().__init__(source.located, source.name, source.data_root)
 
     def files(self) -> list[FileInfo]:
-        """Those of the source."""
+        """Files of the source."""
         return self._source.files()
 
     def describe(self) -> list[dict[str, Any]]:
-        """As the source does."""
+        """Descriptions by the source."""
         return self._source.describe()
 
     def columns(self) -> set[str]:
         """Columns of the first records, by our names and by their own."""
-        found = self._source.columns()
-        return found | {self._columns.ours(column) for column in found}
+        names = self._source.columns()
+        return names | {self._columns.ours(column) for column in names}
 
     def unread_columns(self) -> dict[str, str]:
-        """As the source says."""
+        """Unread columns of the source."""
         return self._source.unread_columns()
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:

@@ -17,7 +17,7 @@ from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.models.folder.files import quiet_hub
 from isobatch.models.presets import DatasetPreset, load_dataset
-from isobatch.packer.sources.base import Located, Source
+from isobatch.packer.sources.base import Located, Source, has_file
 from isobatch.packer.sources.columns import Columns, named_columns, require_columns
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.hub import parse_hub_id
@@ -68,6 +68,20 @@ class Dataset:
     num_samples: int | None = None
     """Samples of a mixture with weights; None: as many as possible without repeating any."""
 
+    def keeping(self, columns: tuple[str, ...], seed: int) -> "Dataset":
+        """The same dataset, of which these columns are read too; `seed` draws records."""
+        parts = (
+            replace(part, located=replace(part.located, keep=columns).seeded(seed))
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
+
+
+def no_records(dataset: Dataset) -> DataError:
+    """The error of a dataset whose files are empty."""
+    names = (f"{part.located.folder}/{part.located.names[0]}" for part in dataset.parts)
+    return DataError(f"{', '.join(names)}: holds no records")
+
 
 def find_dataset(
     dataset: str, data_root: str | None, *, fetch: bool = False, columns: Columns | None = None
@@ -79,18 +93,25 @@ def find_dataset(
     if it is missing. `columns` are those of parts that have none of their own; ConfigError if one
     is not in the first records.
     """
-    found = _find(dataset, data_root, fetch=fetch)
-    parts = tuple(_with_columns(part, columns) for part in found.parts)
-    return replace(found, parts=parts)
+    result = _find(dataset, data_root, fetch=fetch)
+    parts = tuple(_with_columns(part, columns) for part in result.parts)
+    return replace(result, parts=parts)
+
+
+def demo_dataset(folder: Path) -> Dataset:
+    """The generated demo in a folder, where it has been written."""
+    dataset = find_dataset(str(folder), None)
+    return replace(dataset, name=DEMO, parts=(replace(dataset.parts[0], name=DEMO),))
 
 
 def _with_columns(part: Part, columns: Columns | None) -> Part:
     located = part.located
-    if (own := located.columns or columns) is None:
+    columns = located.columns or columns
+    if columns is None:
         return part
     plain = open_located(replace(located, columns=None), part.name, part.data_root)
-    require_columns(located, own, plain.columns(), part.name)
-    return replace(part, located=replace(located, columns=own))
+    require_columns(located, columns, plain.columns(), part.name)
+    return replace(part, located=replace(located, columns=columns))
 
 
 def _find(dataset: str, data_root: str | None, *, fetch: bool) -> Dataset:
@@ -135,21 +156,21 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         root, wanted = entry.data_root, entry.dataset
         if data_root is not None:
             root, wanted = root and _under(data_root, root), _under(data_root, wanted)
-        found = _find(wanted, root or data_root, fetch=fetch)
+        subset = _find(wanted, root or data_root, fetch=fetch)
         share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
         sampling = parse_sampling(entry.sampling)
         drawn = None if sampling is None else replace(sampling, place=place)
         columns = named_columns(entry.columns.items())
-        located = [
-            replace(each, columns=columns or each.columns, unread=each.unread + unread[place])
-            for each in (_sampled(part.located, drawn, mixture.name) for part in found.parts)
-        ]
-        parts += [
-            replace(part, name=entry.name or part.name, located=each, **share)
-            for part, each in zip(found.parts, located, strict=True)
-        ]
-    own = {entry.name for entry in mixture.datasets}
-    parts = _told_apart(parts, own)
+        for part in subset.parts:
+            located = _sampled(part.located, drawn, mixture.name)
+            located = replace(
+                located,
+                columns=columns or located.columns,
+                unread=located.unread + unread[place],
+            )
+            parts.append(replace(part, name=entry.name or part.name, located=located, **share))
+    entry_names = {entry.name for entry in mixture.datasets}
+    parts = _told_apart(parts, entry_names)
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -168,7 +189,7 @@ def _sampled(located: Located, sampling: Sampling | None, mixture: str) -> Locat
     return replace(located, options=(*located.options, ("sampling", sampling)))
 
 
-def _told_apart(parts: list[Part], given: Collection[str | None]) -> list[Part]:
+def _told_apart(parts: list[Part], entry_names: Collection[str | None]) -> list[Part]:
     """Parts of one name, such as `annotations`, with the folders in which they differ before it."""
     named: dict[str, list[Part]] = {}
     for part in parts:
@@ -179,7 +200,7 @@ def _told_apart(parts: list[Part], given: Collection[str | None]) -> list[Part]:
         paths = [PurePosixPath(part.located.folder.rstrip("/")).parts for part in several]
         ends = [path[:-1] if path[-1:] == (name,) else path for path in paths]
         depth = next((n for n in range(1, 9) if len({end[-n:] for end in ends}) == len(ends)), 0)
-        if len(several) > 1 and depth and name not in given:
+        if len(several) > 1 and depth and name not in entry_names:
             for part, end in zip(several, ends, strict=True):
                 names[id(part)] = "/".join([*(x for x in end[-depth:] if x != "/"), name])
     return [replace(part, name=names.get(id(part), part.name)) for part in parts]
@@ -196,7 +217,7 @@ def _under(data_root: str, place: str) -> str:
 def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:
     _require(preset.name, data_root, _missing_of_preset(preset, data_root, fetch=fetch))
     data_root = data_root or "."
-    if not _is_file(data_root, preset.annotations):
+    if not has_file(open_folder(data_root, follow_links=True), preset.annotations):
         _fetch(preset, Path(data_root) / preset.annotations)
     located = Located("annotations", data_root, (preset.annotations,))
     part = Part(name=preset.name, located=located, data_root=data_root)
@@ -211,7 +232,8 @@ def _missing_of_preset(preset: DatasetPreset, data_root: str | None, *, fetch: b
         if not root.has_folder(folder)
     ]
     can_fetch = fetch and not is_uri(data_root or ".")
-    if not can_fetch and not _is_file(data_root or ".", preset.annotations):
+    annotated = open_folder(data_root or ".", follow_links=True)
+    if not can_fetch and not has_file(annotated, preset.annotations):
         origin = f"from the Hugging Face dataset {preset.hub_repo}, or add --fetch-annotations"
         missing.insert(0, f"annotation file {preset.annotations}: {origin}")
     return missing
@@ -242,13 +264,6 @@ def usual_model(dataset: str) -> tuple[str, str]:
         return "", ""
     known = read_mixture(dataset) if is_mixture(dataset) else load_dataset(dataset)
     return known.model, known.tokenizer
-
-
-def _is_file(data_root: str, name: str) -> bool:
-    try:
-        return open_folder(data_root, follow_links=True).info(name).size >= 0
-    except OSError:
-        return False
 
 
 def _fetch(preset: DatasetPreset, target: Path) -> None:

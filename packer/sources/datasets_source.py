@@ -56,9 +56,9 @@ def find_files(place: str, config: str | None = None, name: str | None = None) -
     datasets = import_datasets(place)
     builder = datasets.load_dataset_builder(place, config, data_files=name)
     common = {field.name for field in fields(datasets.BuilderConfig)}
-    own = [field for field in fields(builder.config) if field.name not in common]
-    options = ((field.name, getattr(builder.config, field.name)) for field in own)
-    defaults = {field.name: field.default for field in own}
+    builder_fields = [field for field in fields(builder.config) if field.name not in common]
+    options = ((field.name, getattr(builder.config, field.name)) for field in builder_fields)
+    defaults = {field.name: field.default for field in builder_fields}
     return BuilderFiles(
         builder.name,
         {str(split): tuple(map(str, urls)) for split, urls in builder.config.data_files.items()},
@@ -92,9 +92,9 @@ class DatasetsSource(Source):
         """Columns of the first rows that no record is read from."""
         names = [info.name for info in self.files()]
         rows = islice(self._rows(names if self._together else names[:1], self.name), FIRST_ROWS)
-        found = examples(rows)
+        values = examples(rows)
         known = known_columns(self.columns(), self.name, self.located)
-        return {column: value for column, value in found.items() if column not in known}
+        return {column: value for column, value in values.items() if column not in known}
 
     def _records(self, names: list[str]) -> Iterator[RawRecord]:
         where = self.located.folder if len(names) > 1 else join(self.located.folder, names[0])

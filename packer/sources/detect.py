@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,7 +76,8 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
     """
     if is_uri(place):
         return _locate_uri(place)
-    path, wanted = Path(place), None
+    path = Path(place)
+    wanted = None
     if not path.exists() and "@" in place:
         path, wanted = Path(place.rpartition("@")[0]), place.rpartition("@")[2]
     info = path / INFO_NAME if path.is_dir() else path
@@ -95,19 +96,19 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
             f"no dataset {place!r}: it is neither a file, a folder, a Hub id, nor a known name"
             f" ({', '.join(known)})"
         )
-    found = fetch_files(dataset, lambda splits: choose_split(splits, dataset.split, str(dataset)))
-    layout, *others = {layout_of(name) for name in found.names}
-    return found if others or layout is None else Located(layout, found.folder, found.names)
+    located = fetch_files(dataset, lambda splits: choose_split(splits, dataset.split, str(dataset)))
+    layout, *others = {layout_of(name) for name in located.names}
+    return located if others or layout is None else Located(layout, located.folder, located.names)
 
 
 def _described(info: DatasetInfo, known: Sequence[str]) -> Located:
     """The files of a dataset of LLaMA-Factory's."""
-    found = replace(locate(info.place, known=known), columns=info.columns, name=info.name)
+    located = replace(locate(info.place, known=known), columns=info.columns, name=info.name)
     if info.sampling is None:
-        return found
-    if found.layout != "annotations":
+        return located
+    if located.layout != "annotations":
         raise ConfigError(f"{info.name}: num_samples is for JSON files; give --limit instead")
-    return replace(found, options=(*found.options, ("sampling", info.sampling)))
+    return replace(located, options=(*located.options, ("sampling", info.sampling)))
 
 
 def _locate_uri(place: str) -> Located:
@@ -121,12 +122,17 @@ def _locate_uri(place: str) -> Located:
 def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
-    _refuse_build(place, names)
+    if MANIFEST_NAME in names and INDEX_NAME in names:
+        raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
     if is_energon(folder):
         return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
     if DICT_NAME in names or STATE_NAME in names:
-        splits = _listed(folder, DICT_NAME, "splits", str) if DICT_NAME in names else []
-        return _saved(join(place, choose_split(splits, wanted, place)) if splits else place)
+        if DICT_NAME in names:
+            splits = _listed(folder, DICT_NAME, "splits", str)
+            place = join(place, choose_split(splits, wanted, place))
+            folder = open_folder(place, follow_links=True)
+        files = _listed(folder, STATE_NAME, "_data_files", lambda entry: entry["filename"])
+        return Located("arrow", place, tuple(files))
     if METADATA_NAME in names and METADATA_KEY in folder.read(METADATA_NAME, 0, 1 << 16):
         return _locate_with_datasets(place, wanted)
     if annotations := _annotations(folder, names):
@@ -140,11 +146,6 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     return Located(layout, place, choose_files(chosen_files, wanted, place))
 
 
-def _refuse_build(place: str, names: Collection[str]) -> None:
-    if MANIFEST_NAME in names and INDEX_NAME in names:
-        raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
-
-
 def _one_layout(names: Sequence[str], place: str) -> str:
     """The layout of a folder's files. Parquet next to tars of the same names describes them."""
     stems = {
@@ -153,13 +154,13 @@ def _one_layout(names: Sequence[str], place: str) -> str:
     }
     if stems["tar"] and stems["parquet"] <= stems["tar"]:  # img2dataset
         stems["parquet"] = set()
-    found = [layout for layout, those in stems.items() if those]
-    if not found:
+    layouts = [layout for layout, those in stems.items() if those]
+    if not layouts:
         raise _nothing_in(place)
-    if len(found) > 1:
-        has = f"{place} holds files of several layouts ({', '.join(found)})"
+    if len(layouts) > 1:
+        has = f"{place} holds files of several layouts ({', '.join(layouts)})"
         raise ConfigError(f"{has}: name a folder with one")
-    return found[0]
+    return layouts[0]
 
 
 def _nothing_in(place: str, why: str = "") -> DataError:
@@ -172,21 +173,14 @@ def _nothing_in(place: str, why: str = "") -> DataError:
 def _locate_with_datasets(place: str, wanted: str | None, name: str | None = None) -> Located:
     """What `datasets` finds in a folder, or in the file `name` of it."""
     try:
-        found = find_files(str(Path(place).resolve()), name=name)
+        files = find_files(str(Path(place).resolve()), name=name)
     except ConfigError as error:
         raise _nothing_in(place, f" ({error})") from None
     except Exception as error:  # its own types, fsspec's and the parsers' among them
         raise _nothing_in(place, f": {first_line(error)}") from None
-    chosen = found.splits[choose_split(list(found.splits), wanted, place)]
+    chosen = files.splits[choose_split(list(files.splits), wanted, place)]
     names = [PurePosixPath(path).relative_to(Path(place).resolve()).as_posix() for path in chosen]
-    return Located(found.builder, place, tuple(names), found.options)
-
-
-def _saved(place: str) -> Located:
-    """A folder by `datasets.save_to_disk`."""
-    folder = open_folder(place, follow_links=True)
-    names = _listed(folder, STATE_NAME, "_data_files", lambda entry: entry["filename"])
-    return Located("arrow", place, tuple(names))
+    return Located(files.builder, place, tuple(names), files.options)
 
 
 def _listed(folder: Folder, name: str, key: str, read: Callable[[Any], str]) -> list[str]:
@@ -212,19 +206,19 @@ def _listed(folder: Folder, name: str, key: str, read: Callable[[Any], str]) -> 
 def _annotations(folder: Folder, names: Sequence[str]) -> tuple[str, ...]:
     """The annotation file of a folder, or its shards; empty if it has none."""
     json_names = [name for name in names if layout_of(name) == "annotations"]
-    found = [name for name in json_names if not ABOUT_DATA.fullmatch(name)]
-    named = [name for name in found if name.partition(".")[0] == "annotations"]
+    candidates = [name for name in json_names if not ABOUT_DATA.fullmatch(name)]
+    named = [name for name in candidates if name.partition(".")[0] == "annotations"]
     if len(named) == 1:
         return (named[0],)
-    if not _are_shards(found):
-        some = ", ".join(found[:5]) + ("..." if len(found) > 5 else "")
+    if not _are_shards(candidates):
+        some = ", ".join(candidates[:5]) + ("..." if len(candidates) > 5 else "")
         hint = f"name the one to pack, and --data-root {folder.uri}"
-        raise ConfigError(f"{len(found)} annotation files in {folder.uri} ({some}): {hint}")
-    return tuple(sorted(found, key=_by_number))
+        raise ConfigError(f"{len(candidates)} annotation files in {folder.uri} ({some}): {hint}")
+    return tuple(sorted(candidates, key=_by_number))
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
-    """Sorts `part-10` after `part-9`."""
+    """Sort key of a name, by which `part-10` comes after `part-9`."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D+|^)(\d*)", name)]
 
 
@@ -283,12 +277,12 @@ def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
 def choose_files(names: Sequence[str], wanted: str | None, where: str) -> tuple[str, ...]:
     """The files of the split to read, in their order."""
     splits = {name: split_of(name) for name in names}
-    found = sorted(set(splits.values()))
-    if wanted is None and TRAIN in found and "" in found:
+    split_names = sorted(set(splits.values()))
+    if wanted is None and TRAIN in split_names and "" in split_names:
         stray = next(name for name in names if not splits[name])
         hint = f"name the files, or {where}@{TRAIN}"
         raise ConfigError(f"{where}: {stray} belongs to no split, others to {TRAIN}; {hint}")
-    chosen = choose_split(found, wanted, where)
+    chosen = choose_split(split_names, wanted, where)
     return tuple(name for name in names if splits[name] == chosen)
 
 

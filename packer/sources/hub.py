@@ -55,8 +55,8 @@ def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Locat
     import_datasets(f"{dataset.repo} is no file or folder, and looking for it on the Hub")
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - comes with datasets
 
-    found = _find(HfApi(), dataset)
-    urls = found.splits[choose(list(found.splits))]
+    files = _find(HfApi(), dataset)
+    urls = files.splits[choose(list(files.splits))]
     parsed = [_URL.fullmatch(url) for url in urls]
     if not all(parsed):
         raise DataError(f"{dataset}: its files are not in the repository, but at {urls[0][:120]}")
@@ -74,7 +74,7 @@ def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Locat
         raise DataError(
             f"{dataset.repo} could not be downloaded from the Hugging Face Hub: {first_line(error)}"
         ) from None
-    return Located(found.builder, str(folder), tuple(names), found.options)
+    return Located(files.builder, str(folder), tuple(names), files.options)
 
 
 def _find(hub: Any, dataset: HubId) -> BuilderFiles:

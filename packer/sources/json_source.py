@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain, compress
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from isobatch.common.errors import DataError
 from isobatch.counting.records.record import MOST_DEPTH, TOO_DEEP, Chunk, RawRecord, is_deep
@@ -73,17 +73,14 @@ def read_json_records(
     """
     path = join(folder.uri, name)
     try:
-        with folder.open(name) as raw, _unpacked(raw, name) as file:
+        with folder.open(name) as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             window = _Window(file, _progress_in(raw, on_bytes))
             for position, (value, broken) in enumerate(_values(window, path)):
                 yield RawRecord(position, value, broken)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read: {reason}") from None
-
-
-def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
 
 
 def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
@@ -106,8 +103,8 @@ def _values(window: "_Window", path: str) -> Iterator[Parsed]:
     if first == "{":
         lines = _is_one_line(window)
         return _line_records(window) if lines else _array_records(window, in_brackets=False)
-    found = f"begins with {first!r}" if first else "is empty"
-    raise DataError(f"{path}: {found}; a JSON array or JSON lines of records are expected")
+    problem = f"begins with {first!r}" if first else "is empty"
+    raise DataError(f"{path}: {problem}; a JSON array or JSON lines of records are expected")
 
 
 class _Window:
@@ -204,7 +201,7 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
 
 def _is_deep(value: Any, text: str, start: int, end: int) -> bool:
     """`is_deep` of what was decoded; few texts have so many brackets at all."""
-    return sum(text.count(each, start, end) for each in "[{") > MOST_DEPTH and is_deep(value)
+    return sum(text.count(bracket, start, end) for bracket in "[{") > MOST_DEPTH and is_deep(value)
 
 
 def _end_of_brackets(text: str, start: int) -> int:
@@ -277,21 +274,18 @@ def _line_end(window: _Window) -> int:
 def _line_records(window: _Window) -> Iterator[Parsed]:
     while window.skip(_SEPARATORS):
         end = _line_end(window)
-        line, number = window.text[window.start : end], window.line
+        line = window.text[window.start : end]
+        number = window.line
         window.advance(end - window.start)
         try:
             value, broken = json.loads(line), ""
             if _is_deep(value, line, 0, len(line)):
                 value, broken = None, TOO_DEEP
         except (ValueError, RecursionError) as error:
-            if len(line) > MAX_RECORD_CHARS:
-                _skip_line(window)
+            if len(line) > MAX_RECORD_CHARS:  # the rest of it
+                while (end := _line_end(window)) == len(window.text) and not window.at_end:
+                    window.advance(end - window.start)
+                window.advance(end - window.start)
             is_value = isinstance(error, ValueError)
             value, broken = None, str(error).split(": line ", 1)[0] if is_value else TOO_DEEP
         yield value, f"line {number}: {broken}" if broken else ""
-
-
-def _skip_line(window: _Window) -> None:
-    while (end := _line_end(window)) == len(window.text) and not window.at_end:
-        window.advance(end - window.start)
-    window.advance(end - window.start)

@@ -22,7 +22,7 @@ PEEK_BYTES = 1 << 16
 MOST_SAMPLES = 2**32
 """Samples of a mixture: groups of them are arrays in memory."""
 LEAST_SHARE = 1e-9
-"""Of a dataset with a weight: one sample of a thousand million."""
+"""Smallest share of a dataset with a weight: one sample of a thousand million."""
 MOST_OF = {"weight": 1e15, "repeat": 2**20, "limit": 2**63 - 1}
 """Largest value of each number of a dataset: what they come to together fits 64 bits."""
 
@@ -50,8 +50,8 @@ class MixturePart:
             raise ConfigError("an empty dataset or data_root; give a name, a path or a URI")
         for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
             if value is not None and not 0 < value <= MOST_OF[key]:
-                most = f"at most {MOST_OF[key]:,}"
-                raise ConfigError(f"{key} is {value}; it must be greater than 0 and {most}")
+                bound = f"at most {MOST_OF[key]:,}"
+                raise ConfigError(f"{key} is {value}; it must be greater than 0 and {bound}")
         parse_sampling(self.sampling)
         named_columns(self.columns.items())
         if self.weight is not None and self.repeat != 1.0:
@@ -76,7 +76,7 @@ class Mixture:
     model: str = ""
     """The model that a build is for, unless `--model` names one."""
     tokenizer: str = ""
-    """Its tokenizer, as a Hub id, where `model` is a preset."""
+    """Hub id of the tokenizer, where `model` is a preset."""
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and not 0 < self.num_samples <= MOST_SAMPLES:
@@ -133,12 +133,12 @@ def _preset_path(name: str) -> Path:
 
 def _beside(folder: Path, part: MixturePart) -> MixturePart:
     """A part whose places are relative to the mixture's file, if they exist there."""
-    found: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for key in ("dataset", "data_root"):
         place = getattr(part, key)
         if place and not is_uri(place) and exists(folder / place):
-            found[key] = str((folder / place).resolve())
-    return replace(part, **found)
+            paths[key] = str((folder / place).resolve())
+    return replace(part, **paths)
 
 
 def missing_parts(mixture: Mixture, data_root: str | None) -> list[str]:
@@ -248,16 +248,18 @@ def read_meta(place: str) -> Mixture:
 
 
 def meta_unread(place: str) -> list[tuple[Unread, ...]]:
-    """Of each dataset of InternVL's meta JSON, the keys that nothing reads, and their values.
+    """Keys that nothing reads, with their values, of each dataset of InternVL's meta JSON.
 
     `data_augment: false` is what is done here, and so not named.
     """
     path = Path(place)
-    found = []
+    unread = []
     for entry in parse_json(read_text(path), place).values():
         others = {key: entry[key] for key in entry if key not in META_KEYS}
         if others.get("data_augment") is False:
             del others["data_augment"]
         pairs = [(f"{key} of {path.name}", value) for key, value in others.items()]
-        found.append(tuple((key, example_of(value)) for key, value in pairs if not is_empty(value)))
-    return found
+        unread.append(
+            tuple((key, example_of(value)) for key, value in pairs if not is_empty(value))
+        )
+    return unread

@@ -19,18 +19,18 @@ _STRATEGY = re.compile(r"(first|end|random):(\d{1,18})(%?)")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which records are read."""
+    """A choice of the records that are read."""
 
     strategy: Literal["first", "end", "random"]
     number: int
     is_percentage: bool = False
     seed: int = 0
-    """Of records that are drawn."""
+    """Seed that records are drawn by."""
     place: int = 0
     """Dataset of the mixture: each draws for itself."""
 
     def seeded(self, seed: int) -> "Sampling":
-        """The same; of records that are drawn, by this seed."""
+        """The same sampling; records that are drawn are drawn by this seed."""
         return replace(self, seed=seed) if self.strategy == "random" else self
 
     def chosen(self, total: int) -> list[bool]:

@@ -144,14 +144,14 @@ class TableSource(Source):
                 blocks = table.blocks(columns)
             new = partial(TableChunk, self.located.folder, info.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
-            told = 0
+            reported = 0
             for chunk in _chunks(new, blocks, num_records):
                 yield chunk
                 if isinstance(chunk, TableChunk):
                     end = chunk.first_row + chunk.skip + chunk.count
-                    on_bytes(info.size * end // num_rows - told)
-                    told = info.size * end // num_rows
-            on_bytes(info.size - told)
+                    on_bytes(info.size * end // num_rows - reported)
+                    reported = info.size * end // num_rows
+            on_bytes(info.size - reported)
 
     def columns(self) -> set[str]:
         """Columns of the first file, also those that no record is read from."""
@@ -175,12 +175,13 @@ class TableSource(Source):
                 first = next(iter(reader), None) if unread else None
                 return {} if first is None else examples(_rows_of(first.select(unread)))
         with _open_table(self.folder, name) as table:
-            unread, found = _without(table.columns, where, self.located), dict[str, str]()
+            unread = _without(table.columns, where, self.located)
+            values: dict[str, str] = {}
             for block in range(min(len(table.blocks(())), EXAMPLE_BLOCKS)):
-                missing = [column for column in unread if column not in found]
+                missing = [column for column in unread if column not in values]
                 if missing:
-                    found |= examples(_rows_of(next(iter(table.batches([block], missing)))))
-            return {column: found[column] for column in unread if column in found}
+                    values |= examples(_rows_of(next(iter(table.batches([block], missing)))))
+            return {column: values[column] for column in unread if column in values}
 
     def _streamed(self, name: str) -> Iterator[RawRecord]:
         """The rows of an Arrow stream, from its beginning."""
@@ -224,21 +225,17 @@ def _chunks(new: NewChunk, blocks: Sequence[Block], num_records: int) -> Iterato
             joined, joined_rows, joined_bytes = [], 0, 0
         if is_large:
             at_once = _rows_at_once(rows, num_bytes, num_records)
-            yield from _cut_block(new, number, row, rows, at_once)
+            if rows > at_once * MAX_REREADS:
+                yield from cut(new((number,), row, 0, rows).records(), at_once)
+            else:
+                for skip in range(0, rows, at_once):
+                    yield new((number,), row, skip, min(at_once, rows - skip))
         else:
             joined.append(number)
             joined_rows, joined_bytes = joined_rows + rows, joined_bytes + num_bytes
         row += rows
     if joined_rows:
         yield new(tuple(joined), row - joined_rows, 0, joined_rows)
-
-
-def _cut_block(new: NewChunk, number: int, row: int, rows: int, at_once: int) -> Iterator[Chunk]:
-    if rows > at_once * MAX_REREADS:
-        yield from cut(new((number,), row, 0, rows).records(), at_once)
-        return
-    for skip in range(0, rows, at_once):
-        yield new((number,), row, skip, min(at_once, rows - skip))
 
 
 def _rows_at_once(rows: int, num_bytes: int, num_records: int) -> int:

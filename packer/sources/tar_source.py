@@ -123,7 +123,8 @@ class TarChunk:
             else:
                 members = read_members(file, self.start, self.end)
             samples = _not_torn(_samples(members), self.container)
-            number, is_whole = self.first, True
+            number = self.first
+            is_whole = True
             for position, sample in enumerate(samples, self.first):
                 number, is_whole = position + 1, is_whole and not sample.broken
                 if sample.key not in self.exclude:
@@ -135,9 +136,20 @@ class TarChunk:
                 )
 
     def _record(self, sample: _Sample, file: IO[bytes], position: int) -> RawRecord:
-        if self.fields is None:
-            return _record(sample, file, self.container, position)
-        return _mapped_record(sample, self.fields, file, self.container, position)
+        """The record of a sample of the open tar."""
+        key = {"__key__": sample.key}
+        try:
+            if sample.broken:
+                raise _BadMemberError(sample.broken)
+            files = _by_suffix(sample)
+            if self.fields is None:
+                record = _record(files, file, self.container)
+            else:
+                record = _mapped_record(files, self.fields, file, self.container)
+        except _BadMemberError as error:
+            problem = f"{self.container}, {sample.key}: {error}"
+            return RawRecord(position, key, problem, "broken_member")
+        return RawRecord(position, key | record)
 
 
 class TarSource(Source):
@@ -175,7 +187,10 @@ class TarSource(Source):
     ) -> Iterator[Chunk]:
         start = first = 0
         with opened(self.folder, whole.name) as file:
-            for number, border in enumerate(_borders(file, whole.container)):
+            samples = _not_torn(_samples(read_members(file)), whole.container)
+            # offset of the first header of each sample
+            borders = (sample.members[0].header for sample in samples if sample.members)
+            for number, border in enumerate(borders):
                 if number - first == num_records:
                     yield replace(whole, start=start, end=border, first=first)
                     on_bytes(border - start)
@@ -198,7 +213,8 @@ def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Ite
     """
     size = file.seek(0, 2)
     archive = _archive(file)
-    offset, ended = start, False
+    offset = start
+    ended = False
     while end is None or offset < end:
         file.seek(offset)
         block = file.read(BLOCK)
@@ -237,7 +253,7 @@ def read_compressed(file: IO[bytes]) -> Iterator[Member]:
 
 
 def _archive(file: IO[bytes]) -> tarfile.TarFile:
-    """Only to decode headers with."""
+    """The tar as tarfile opens it, only to decode headers with."""
     file.seek(0)
     try:
         return tarfile.TarFile(fileobj=file)
@@ -308,20 +324,15 @@ def _not_torn(samples: Iterable[_Sample], container: str) -> Iterator[_Sample]:
         start = len(sample.key) + (3 if names and names[0].startswith("./") else 1)
         shape = tuple([name[start:].lower() for name in names])
         # samples have the same few shapes, so that little is kept of each
-        first, found = earlier.setdefault(sample.key, (number, shapes.setdefault(shape, shape)))
-        if first != number and shape and set(found).isdisjoint(shape):
+        entry = number, shapes.setdefault(shape, shape)
+        first, first_shape = earlier.setdefault(sample.key, entry)
+        if first != number and shape and set(first_shape).isdisjoint(shape):
             raise DataError(
                 f"{container}: the members of {sample.key} are not next to each other:"
-                f" {', '.join(found)} in sample {first:,}, {', '.join(shape)} in sample {number:,};"
-                " sort the tar by name"
+                f" {', '.join(first_shape)} in sample {first:,}, {', '.join(shape)} in sample"
+                f" {number:,}; sort the tar by name"
             )
         yield sample
-
-
-def _borders(file: IO[bytes], container: str) -> Iterator[int]:
-    """Offset of the first header of each sample."""
-    samples = _not_torn(_samples(read_members(file)), container)
-    return (sample.members[0].header for sample in samples if sample.members)
 
 
 # --- a sample's members -> its record ---
@@ -331,44 +342,33 @@ class _BadMemberError(ValueError):
     """A member that makes its sample unusable."""
 
 
-def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> RawRecord:
+def _record(files: dict[str, Member], file: IO[bytes], container: str) -> dict[str, Any]:
     """The record of a sample; `container` is the name of the tar `file` under the data root."""
-    key = {"__key__": sample.key}
-    try:
-        if sample.broken:
-            raise _BadMemberError(sample.broken)
-        files = _by_suffix(sample)
-        kinds = _kinds(files, file)
-        record = _texts(files, kinds, file)
-        frames = _place_frames(record, files, kinds, container)
-        for kind in SUFFIXES:
-            ordered = [suffix for suffix in _ordered(kinds, kind) if suffix not in frames]
-            found = {suffix: files[suffix] for suffix in ordered}
-            _add_media(record, kind, found, container)
-    except _BadMemberError as error:
-        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
-    return RawRecord(position, key | record)
+    kinds = _kinds(files, file)
+    record = _texts(files, kinds, file)
+    frames = _place_frames(record, files, kinds, container)
+    for kind in SUFFIXES:
+        ordered = [suffix for suffix in _ordered(kinds, kind) if suffix not in frames]
+        _add_media(record, kind, {suffix: files[suffix] for suffix in ordered}, container)
+    return record
 
 
 def _mapped_record(
-    sample: _Sample, fields: FieldMap, file: IO[bytes], container: str, position: int
-) -> RawRecord:
+    files: dict[str, Member], fields: FieldMap, file: IO[bytes], container: str
+) -> dict[str, Any]:
     """The record of a sample by its folder's field map; what that does not name is not read."""
-    key = {"__key__": sample.key}
+    members = fields.members
     try:
-        if sample.broken:
-            raise _BadMemberError(sample.broken)
-        files = _by_suffix(sample)
         values = {
-            suffix: _value(suffix, files[suffix], file, container)
-            for suffix in files
-            if suffix in fields.members
+            suffix: _value(suffix, member, file, container)
+            for suffix, member in files.items()
+            if suffix in members
         }
-        unused = {f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files.keys() - values}
-        record = fields.record(values) | dict(sorted(unused.items()))
+        record = fields.record(values)
     except ValueError as error:
-        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
-    return RawRecord(position, key | record)
+        raise _BadMemberError(str(error)) from None
+    unused = {f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files.keys() - values}
+    return record | dict(sorted(unused.items()))
 
 
 def _value(suffix: str, member: Member, file: IO[bytes], container: str) -> Any:
@@ -385,7 +385,7 @@ def _by_suffix(sample: _Sample) -> dict[str, Member]:
     """The members by what follows their key, in their order."""
     files: dict[str, Member] = {}
     for member in sample.members:
-        suffix = _suffix(sample, member)
+        suffix = member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
         if suffix in files:
             raise _BadMemberError(f"there are two members {suffix}")
         if not member.is_file:
@@ -396,10 +396,6 @@ def _by_suffix(sample: _Sample) -> dict[str, Member]:
             raise _BadMemberError(f"the name of {suffix} is not valid UTF-8") from None
         files[suffix] = member
     return files
-
-
-def _suffix(sample: _Sample, member: Member) -> str:
-    return member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
 
 
 def _kinds(files: Mapping[str, Member], file: IO[bytes]) -> dict[str, str]:
@@ -428,8 +424,8 @@ def _kind_inside(suffix: str, member: Member, file: IO[bytes]) -> str:
     if last in DATA_SUFFIXES:
         return ""
     head = replace(member, size=min(member.size, HEAD_BYTES))
-    found = kind_of_content(_read(file, head)[:HEAD_BYTES])
-    return found or ("image" if last in PICTURE_SUFFIXES else "")
+    kind = kind_of_content(_read(file, head)[:HEAD_BYTES])
+    return kind or ("image" if last in PICTURE_SUFFIXES else "")
 
 
 def _name(suffix: str) -> str:
@@ -450,7 +446,7 @@ def _texts(files: dict[str, Member], kinds: Mapping[str, str], file: IO[bytes]) 
             raise _BadMemberError(f"{suffix} is a {type(value).__name__}, not an object")
     texts = [suffix for suffix in files if kinds[suffix] == "text"]
     has_more = bool(record) or any(_ordered(kinds, kind) for kind in SUFFIXES)
-    found: dict[str, str] = {}
+    named_texts: dict[str, str] = {}
     for suffix in sorted(texts, key=lambda suffix: "." in suffix):
         # bad bytes become lone surrogates, and the sample is rejected by name
         text = _read(file, files[suffix]).decode("utf-8", "surrogateescape")
@@ -460,8 +456,8 @@ def _texts(files: dict[str, Member], kinds: Mapping[str, str], file: IO[bytes]) 
         elif len(texts) > 1 and _name(suffix) in RECORD_KEYS:
             key = _name(suffix)
         # of two captions the first is learned, and the other one is reported
-        found[key if found.get(key, text) == text else f".{suffix}"] = text
-    return (record | found) | {
+        named_texts[key if named_texts.get(key, text) == text else f".{suffix}"] = text
+    return (record | named_texts) | {
         f".{suffix}": f"{files[suffix].size:,} bytes" for suffix in files if not kinds[suffix]
     }
 
@@ -489,11 +485,11 @@ def _read(file: IO[bytes], member: Member) -> bytes:
 
 def _ordered(kinds: Mapping[str, str], kind: str) -> list[str]:
     """The suffixes of a kind's files: by number if all have one (`0.jpg`, `10.jpg`), else as is."""
-    found = [suffix for suffix in kinds if kinds[suffix] == kind]
-    numbers = [suffix.partition(".")[0] for suffix in found]
+    suffixes = [suffix for suffix in kinds if kinds[suffix] == kind]
+    numbers = [suffix.partition(".")[0] for suffix in suffixes]
     if all(number.isascii() and number.isdecimal() for number in numbers):
-        found.sort(key=lambda suffix: int(suffix.partition(".")[0]))
-    return found
+        suffixes.sort(key=lambda suffix: int(suffix.partition(".")[0]))
+    return suffixes
 
 
 def _place_frames(
@@ -505,13 +501,13 @@ def _place_frames(
     by_name |= {suffix: media for media, suffix in suffixes.items()}
     used: set[str] = set()
 
-    def placed(given: Any) -> Any:
-        if isinstance(given, list):
-            return [placed(each) for each in given]
-        if (found := _find(given, by_name)) is None:
-            return given
-        used.add(suffixes[found])
-        return found
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(entry) for entry in value]
+        if (frame := _find(value, by_name)) is None:
+            return value
+        used.add(suffixes[frame])
+        return frame
 
     for key in ("video", "videos"):
         if isinstance(record.get(key), list):
@@ -524,8 +520,8 @@ def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], cont
     media = {suffix: _media(member, container) for suffix, member in files.items()}
     by_name = {PurePosixPath(one.name).name: one for one in media.values()} | media
     for info in record.get("image_info") or [] if kind == "image" else []:  # MMC4
-        if isinstance(info, dict) and (found := _find(info.get("image_name"), by_name)) is not None:
-            info["image_name"] = found
+        if isinstance(info, dict) and (match := _find(info.get("image_name"), by_name)) is not None:
+            info["image_name"] = match
     key = kind if record.get(kind) else f"{kind}s"
     named = record.get(key)
     names: list[Any] = named if isinstance(named, list) else [named]
@@ -545,11 +541,11 @@ def _media(member: Member, container: str) -> Media:
 
 def _matched(names: list[str], by_name: dict[str, Media], media: list[Media]) -> list[Media | str]:
     """The files that names mean; all in their order if none fits and the numbers are equal."""
-    found = [_find(name, by_name) for name in names]
-    if len(names) == len(media) and not any(found):
+    matches = [_find(name, by_name) for name in names]
+    if len(names) == len(media) and not any(matches):
         return list(media)
     # a name that fits none stays a path under the data root, with its own reason if that is missing
-    return [one or name for one, name in zip(found, names, strict=True)]
+    return [one or name for one, name in zip(matches, names, strict=True)]
 
 
 def _find(name: Any, by_name: dict[str, Media]) -> Media | None:

@@ -28,11 +28,11 @@ class _MemorySource(Source):
     """Records in memory: they are in no file, and nothing here reads them."""
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
-        """None."""
+        """No chunks: the records are counted already."""
         return iter(())
 
     def columns(self) -> set[str]:
-        """Those that were to be kept."""
+        """Columns that were to be kept."""
         return set(self.located.keep)
 
 
@@ -84,7 +84,9 @@ class CountedBuilder(Builder):
         return self._find()
 
     def _count_records(self, dataset: Dataset, settings: CountSettings) -> None:
-        samples, staging, saved = self._samples, self.staging, set[str]()
+        samples = self._samples
+        staging = self.staging
+        saved = set[str]()
         self._note(samples.note)
         staging.prepare()
         number = -1

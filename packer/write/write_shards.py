@@ -30,7 +30,7 @@ TOKEN_BYTES = 8
 SAMPLE_BYTES = 256
 """Ids, offsets and padding of a sample, roughly."""
 SLAB_BYTES = 8 << 20
-"""Of samples that are held in memory at a time, about: little enough for the processor's caches."""
+"""Size of the samples held in memory at a time, about: little enough for the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ class WriteConfig:
     out: str
     """Folder of the build, or where one into an object store is prepared."""
     uri: str | None = None
-    """Where the shards go once they are written, if not into the folder."""
+    """URI that shards go to once they are written; None: they stay in the folder."""
     data_roots: tuple[str, ...]
-    """Of each part of the dataset."""
+    """Data root of each part of the dataset."""
     has_videos: bool = False
     """Whether any sample of the build has one."""
     packing: PackOptions
@@ -111,14 +111,17 @@ def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> lis
 
 def write_shard(task: ShardTask) -> int:
     """Write a shard and then its index rows, unless these exist; -> its number."""
-    config, out = task.config, Path(task.config.out)
-    part, name = index_part(out, task.shard), shard_name(task.shard, config.packing.format)
+    config = task.config
+    out = Path(task.config.out)
+    part = index_part(out, task.shard)
+    name = shard_name(task.shard, config.packing.format)
     if part.exists() and _is_there(config, read_shard_file(part)):
         return task.shard
     staging = Staging(out / "staging")
     state = staging.samples.stat()
     staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns).take(task.positions)
-    index, temporary = IndexPart(task.shard), out / (name + ".tmp")
+    index = IndexPart(task.shard)
+    temporary = out / (name + ".tmp")
     writer = _open_writer(config, temporary)
     blobs = open_folder(str(staging.blobs))
     for first, last in _slabs(task.offsets, task.num_bytes):
@@ -142,10 +145,10 @@ def write_shard(task: ShardTask) -> int:
 def _is_there(config: WriteConfig, file: BuildFile) -> bool:
     """Whether a shard is where it belongs, in its full length."""
     try:
-        found = open_folder(config.uri or config.out, follow_links=True).info(file.name)
+        info = open_folder(config.uri or config.out, follow_links=True).info(file.name)
     except FileNotFoundError:
         return False
-    return found.size == file.size
+    return info.size == file.size
 
 
 def _slabs(offsets: IntArray, num_bytes: IntArray) -> Iterator[tuple[int, int]]:

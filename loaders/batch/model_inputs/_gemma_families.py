@@ -39,7 +39,7 @@ def _gemma3_masks(batch: MicroBatch, config: Any) -> Arguments:
 
 
 def _gemma4_masks(batch: MicroBatch, config: Any) -> Arguments:
-    """As Gemma 3, but in layers with a window only, and only in models configured so."""
+    """Masks as of Gemma 3, but in layers with a window only, and only in models configured so."""
     text = config_of_text(config)
     _check_causal(config, text)
     if text.use_bidirectional_attention != "vision":

@@ -32,7 +32,7 @@ class Run(NamedTuple):
     frames: int
     rows: int
     columns: int
-    """Of merged patches: tokens."""
+    """Columns, like rows, of merged patches: tokens."""
     interval: float = 1.0
     """Positions from one frame to the next."""
 
@@ -46,7 +46,7 @@ def mrope_positions(batch: MicroBatch, config: Any) -> Tensor:
 
 
 def _stamped_positions(batch: MicroBatch, config: Any) -> Tensor:
-    """The same of models with times in the text: each frame of a video is a run of its own."""
+    """Positions of models with times in the text: each frame of a video is a run by itself."""
     runs = (Run(1, *run[1:3]) for run in _runs(batch, config) for _ in range(run.frames))
     return _positions(batch, config, runs)
 
@@ -104,7 +104,8 @@ def _grid_places(run: Run) -> Tensor:
 
 def _merged_images(batch: MicroBatch, config: Any) -> Arguments:
     """Images and videos apart, each with its grids."""
-    grids, seconds = image_grids(batch), batch.video_seconds
+    grids = image_grids(batch)
+    seconds = batch.video_seconds
     if seconds is None:
         return {"pixel_values": batch.pixel_values, "image_grid_thw": grids}
     parts = torch.split(batch.pixel_values, grids.prod(dim=1).tolist())
@@ -143,7 +144,8 @@ def _blank_pixtral(config: Any) -> BlankImage:
 
 def _pixtral_images(batch: MicroBatch, config: Any) -> Arguments:
     """Images in the upper left of canvases of one size, (images, 3, height, width), and sizes."""
-    side, grids = int(config.vision_config.patch_size), image_grids(batch)
+    side = int(config.vision_config.patch_size)
+    grids = image_grids(batch)
     sizes = grids[:, 1:] * side
     height, width = sizes.max(dim=0).values.tolist()
     canvases = batch.pixel_values.new_zeros(len(grids), 3, height, width)
@@ -162,7 +164,8 @@ def _blank_slices(config: Any) -> BlankImage:
 
 def _sliced_images(batch: MicroBatch, config: Any) -> Arguments:
     """ViT patches next to each other, (1, 3, side, ViT tokens * side), and pictures' sizes."""
-    side, rows = int(config.vision_config.patch_size), len(batch.pixel_values)
+    side = int(config.vision_config.patch_size)
+    rows = len(batch.pixel_values)
     strip = batch.pixel_values.reshape(rows, 3, side, side).permute(1, 2, 0, 3)
     sizes = image_grids(batch)[:, 1:].int()
     return {"pixel_values": strip.reshape(1, 3, side, rows * side), "target_sizes": sizes}

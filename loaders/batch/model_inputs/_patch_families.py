@@ -74,7 +74,7 @@ def _onevision_images(batch: MicroBatch, config: Any) -> Arguments:
 def _onevision_tiles(
     pixels: Tensor, image_sizes: Tensor, patch_counts: Tensor, config: Any
 ) -> Arguments:
-    """With `batch_num_images`: an image that is alone in its sample has tiles, others have none.
+    """Images with `batch_num_images`: one that is alone in its sample has tiles, others have none.
 
     transformers asks for images per sample and needs nothing else of them. So neighbouring images
     of one patch count as one sample here, whichever samples they belong to.

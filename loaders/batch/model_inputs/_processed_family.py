@@ -49,7 +49,8 @@ def as_own_rule(batch: MicroBatch, config: Any) -> MicroBatch:
             f"{wrong[0]} of encode=: model_inputs takes images alone for {kind}; leave it out, or "
             "give to_inputs="
         )
-    vision, side = config.vision_config, 0 if is_native else crop_sides(config)[0]
+    vision = config.vision_config
+    side = 0 if is_native else crop_sides(config)[0]
     row = (3 * vision.temporal_patch_size * vision.patch_size**2,) if is_native else (3, side, side)
     pixels = batch.processed.get("pixel_values", batch.pixel_values.new_empty(0, *row))
     grids = batch.processed.get("image_grid_thw", batch.image_sizes.new_empty(0, 3))
@@ -69,4 +70,6 @@ def processed_family(batch: MicroBatch, config: Any) -> ModelFamily:
             " samples apart; call it with MicroBatch.processed, and positions and masks of its own"
         )
     blank = BlankImage(rows=0, tokens=batch.blank_tokens, size=(1, 1))
-    return ModelFamily(blank=lambda _: blank, images=lambda each, _: dict(each.processed or {}))
+    return ModelFamily(
+        blank=lambda _: blank, images=lambda micro_batch, _: dict(micro_batch.processed or {})
+    )

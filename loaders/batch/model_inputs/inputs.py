@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
-from isobatch.loaders.batch.model_inputs._audio import audio_arguments, has_clips, with_blank_clip
-from isobatch.loaders.batch.model_inputs._padding import padded_text
 from isobatch.loaders.batch.model_inputs._processed_family import as_own_rule
 from isobatch.loaders.batch.model_inputs._registry import family_of
 from isobatch.loaders.batch.model_inputs.family import (
@@ -86,21 +86,27 @@ def model_inputs(
     if not len(batch.input_ids):
         raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
     if batch.is_padded:
-        text = padded_text(batch, num_rows, config, family)
+        inputs = _padded_text(batch, num_rows, config, family)
     else:
-        text = _packed_text(batch, config, family)
-    inputs = {
-        **text,
-        "use_cache": False,
-    }
+        # transformers' shift over the whole sequence then moves no label across a sample border
+        labels = batch.labels.clone()
+        labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
+        inputs = {
+            "input_ids": batch.input_ids[None],
+            "labels": labels[None],
+            "position_ids": family.positions(batch, config),
+            **family.masks(batch, config),
+            **_borders(batch, config),
+        }
+    inputs["use_cache"] = False
     if with_labels:
         inputs["num_items_in_batch"] = batch.loss_divisor
     else:
         del inputs["labels"]
     if _has_images(batch):
         inputs |= family.images(batch, config)
-    if has_clips(batch):
-        inputs |= audio_arguments(batch, config)
+    if _has_clips(batch):
+        inputs |= _audio_arguments(batch, config)
     return inputs
 
 
@@ -113,19 +119,6 @@ def config_of(model: Any) -> Any:
             )
         model = inner
     return model.config if isinstance(model, Module) else model
-
-
-def _packed_text(batch: MicroBatch, config: Any, family: ModelFamily) -> Arguments:
-    # transformers' shift over the whole sequence then moves no label across a sample border
-    labels = batch.labels.clone()
-    labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
-    return {
-        "input_ids": batch.input_ids[None],
-        "labels": labels[None],
-        "position_ids": family.positions(batch, config),
-        **family.masks(batch, config),
-        **_borders(batch, config),
-    }
 
 
 def _has_images(batch: MicroBatch) -> bool:
@@ -190,7 +183,7 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
         raise ConfigError(
             f"the micro-batch was not made for {config.model_type}; build with that model's preset"
         )
-    if has_clips(batch) and family.blank_clip is None:
+    if _has_clips(batch) and family.blank_clip is None:
         raise ConfigError(
             f"there are audio clips, but {config.model_type} has no audio encoder that model_inputs"
             " knows"
@@ -210,9 +203,9 @@ def _with_blanks(batch: MicroBatch, config: Any, family: ModelFamily) -> MicroBa
             batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
         elif not batch.num_samples:  # of arrays that encode= gives, no blank ones are known
             batch = _with_blank_sample(batch, BLANK_SAMPLE_ID, 1, 0)
-    if family.blank_clip is not None and not has_clips(batch):
+    if family.blank_clip is not None and not _has_clips(batch):
         batch = _with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
-        batch = with_blank_clip(batch, family.blank_clip, config)
+        batch = _with_blank_clip(batch, family.blank_clip, config)
     return batch
 
 
@@ -245,3 +238,91 @@ def _with_blank_sample(batch: MicroBatch, name: str, count: int, token_id: int) 
         position_ids=torch.cat([batch.position_ids, tokens]),
         cu_seqlens=torch.cat([batch.cu_seqlens, end]),
     )
+
+
+# --- clips: arguments of Qwen2.5-Omni's and Qwen3-Omni's thinkers ---
+
+
+def _has_clips(batch: MicroBatch) -> bool:
+    """Whether a micro-batch has audio clips."""
+    return batch.audio_lengths is not None and len(batch.audio_lengths) > 0
+
+
+def _audio_arguments(batch: MicroBatch, config: Any) -> Arguments:
+    """`input_features` (clips, mel bins, longest clip) and the mask of their frames.
+
+    Of log-mel features without padding, a clip's by its `audio_frames`. The thinkers of
+    transformers take no `audio_feature_lengths` in place of the mask. ConfigError for clips in
+    another form, or of another model.
+    """
+    values = batch.audio_values
+    frames = batch.audio_frames
+    bins = config.audio_config.num_mel_bins
+    if values is None or frames is None or values.ndim != 2:
+        raise ConfigError(f"{config.model_type}: open the loader with audio='features'")
+    clips = 0 if batch.audio_lengths is None else len(batch.audio_lengths)
+    if (values.shape[1], len(frames), len(values)) != (bins, clips, int(frames.sum())):
+        contents = f"{len(values)} frames of {values.shape[1]} mel bins, {clips} clips"
+        raise ConfigError(
+            f"{contents} in {len(frames)} windows of {int(frames.sum())} frames: not made for"
+            f" {config.model_type}, or a planner gave clips to another rank's encoder"
+        )
+    parts = list(torch.split(values, frames.tolist()))
+    features = pad_sequence(parts, batch_first=True).transpose(1, 2)
+    mask = torch.arange(features.shape[2], device=frames.device) < frames[:, None]
+    return {"input_features": features, "feature_attention_mask": mask.long()}
+
+
+def _with_blank_clip(batch: MicroBatch, frames: int, config: Any) -> MicroBatch:
+    """`batch`, which has no clips, with one of silence of so many frames: fields of audio alone."""
+    values = batch.pixel_values.new_zeros(frames, config.audio_config.num_mel_bins)
+    lengths = batch.patches_per_image.new_tensor([frames])
+    return replace(batch, audio_values=values, audio_frames=lengths, audio_lengths=lengths)
+
+
+# --- padding: a row per sample, for models without varlen attention ---
+
+
+def _padded_text(batch: MicroBatch, num_rows: int, config: Any, family: ModelFamily) -> Arguments:
+    """`input_ids`, `labels`, `attention_mask` and `position_ids`, (rows, longest).
+
+    M-RoPE's positions are (4, rows, longest). Samples after the first `num_rows`, which are blank
+    media, become the end of the last row, mostly the shortest: causal, so nothing before sees them,
+    as no token sees the padding on its right. Masks that let some see later ones are made row by
+    row, (rows, 1, longest, longest).
+    """
+    borders = torch.cat([batch.cu_seqlens[:num_rows], batch.cu_seqlens[-1:]])
+    row_batch = replace(batch, sample_ids=batch.sample_ids[:num_rows], cu_seqlens=borders)
+    # any id but an image's would do: no token with a label sees it. Some configs have none, or -1
+    pad_token_id = max(0, getattr(config_of_text(config), "pad_token_id", None) or 0)
+    rows = row_batch.padded(pad_token_id)
+    texts = [{name: rows[name][row] for name in rows} for row in range(num_rows)]
+    # one row each, for masks
+    alone = [_with_text(row_batch, row_batch.sample_ids[:1], text) for text in texts]
+    masks: Arguments = _joined([family.masks(row, config) for row in alone])
+    positions = family.positions(_with_text(row_batch, row_batch.sample_ids, rows), config)
+    shape = *positions.shape[:-2], *rows["input_ids"].shape
+    return rows | masks | {"position_ids": positions.reshape(shape)}
+
+
+def _with_text(
+    batch: MicroBatch, sample_ids: tuple[str, ...], text: dict[str, Tensor]
+) -> MicroBatch:
+    """`batch` with text of as many samples of one length, one after the other."""
+    ids = text["input_ids"].flatten()
+    borders = torch.arange(len(sample_ids) + 1, dtype=torch.int32, device=ids.device)
+    return replace(
+        batch,
+        sample_ids=sample_ids,
+        input_ids=ids,
+        labels=text["labels"].flatten(),
+        position_ids=text["position_ids"].flatten(),
+        cu_seqlens=borders * (len(ids) // len(sample_ids)),
+    )
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Tensors, or dicts of them, joined along the first dimension."""
+    if isinstance(parts[0], dict):
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return torch.cat(parts)

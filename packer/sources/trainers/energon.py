@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.counting.records.fields import example_of
-from isobatch.packer.sources.base import Located
+from isobatch.packer.sources.base import Located, has_file, require_known
 from isobatch.shards.folders import Folder, join
 
 META = ".nv-meta"
@@ -24,7 +24,7 @@ INFO_NAMES = (".info.json", ".info.yaml")
 SPLIT_NAMES = ("split.yaml", "split.json")
 DATASET_NAME = "dataset.yaml"
 MOST_SHARDS = 1_000_000
-"""Of a split, so that `{0..999999999}` is an error and not a full memory."""
+"""Shards of a split at most, so that `{0..999999999}` is an error and not a full memory."""
 _UNREAD = frozenset(
     {"subflavors", "auto_decode", "image_decode", "av_decode", "video_decode_audio"}
     | {"ignore_decoder_errors", "guess_content", "shuffle_over_epochs", "parallel_shard_iters"}
@@ -71,15 +71,15 @@ class FieldMap:
     def record(self, members: Mapping[str, Any]) -> dict[str, Any]:
         """The record of a sample, by the values of its members. ValueError if one is not there."""
         known = SAMPLE_TYPES[self.sample_type]
-        found = {known.get(field, field): _first(members, field, to) for field, to in self.fields}
+        record = {known.get(field, field): _first(members, field, to) for field, to in self.fields}
         if self.sample_type == "MultiChoiceVQASample":
-            return _with_choice(found)
+            return _with_choice(record)
         if self.sample_type == "InterleavedSample":
-            texts = found["texts"]
+            texts = record["texts"]
             if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
                 raise ValueError("`sequence` is not a list of texts")
-            return {**found, "images": [None] * len(texts)}
-        return found
+            return {**record, "images": [None] * len(texts)}
+        return record
 
 
 def _first(members: Mapping[str, Any], field: str, paths: tuple[_Path, ...]) -> Any:
@@ -97,7 +97,8 @@ def _first(members: Mapping[str, Any], field: str, paths: tuple[_Path, ...]) -> 
 
 def _with_choice(record: dict[str, Any]) -> dict[str, Any]:
     """A question with its answer: the choice of the number."""
-    number, choices = record.pop("correct_choice_idx", 0), record.get("choices")
+    number = record.pop("correct_choice_idx", 0)
+    choices = record.get("choices")
     number = int(number) if isinstance(number, str) and number.strip().isdecimal() else number
     if (
         not isinstance(choices, list)
@@ -111,7 +112,7 @@ def _with_choice(record: dict[str, Any]) -> dict[str, Any]:
 def is_energon(folder: Folder) -> bool:
     """Whether a folder has Energon's metadata."""
     names = (*INFO_NAMES, *SPLIT_NAMES, DATASET_NAME)
-    return folder.has_folder(META) and any(_exists(folder, f"{META}/{name}") for name in names)
+    return folder.has_folder(META) and any(has_file(folder, f"{META}/{name}") for name in names)
 
 
 def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str]) -> Located:
@@ -121,11 +122,12 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     `energon prepare` writes it.
     """
     splits = _required(folder, SPLIT_NAMES)
-    parts, excluded = splits.get("split_parts"), splits.get("exclude") or []
+    parts = splits.get("split_parts")
+    excluded = splits.get("exclude") or []
     where = join(folder.uri, f"{META}/{SPLIT_NAMES[0]}")
     if not isinstance(parts, dict) or not parts or not isinstance(excluded, list):
         raise DataError(f"{where}: no `split_parts` with the shards of each split")
-    _only(splits, {"split_parts", "exclude"}, where)
+    require_known(splits, {"split_parts", "exclude"}, where)
     counts = _required(folder, INFO_NAMES).get("shard_counts")
     if not isinstance(counts, dict):
         raise DataError(f"{join(folder.uri, META)}/{INFO_NAMES[0]}: no `shard_counts`")
@@ -140,13 +142,13 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
     samples_left = sum(name.rpartition("/")[0] in names for name in samples)
     shards_left = [name for name in expanded(parts[split], where) if name in left_out]
     samples_left += sum(counts[name] for name in shards_left if isinstance(counts.get(name), int))
-    left = f"{samples_left:,} sample{'s' * (samples_left != 1)}"
-    unread = [("exclude of split.yaml", left)] if samples_left else []
+    number = f"{samples_left:,} sample{'s' * (samples_left != 1)}"
+    unread = [("exclude of split.yaml", number)] if samples_left else []
     options: tuple[tuple[str, Any], ...] = (
         ("counts", tuple(counts[name] for name in names)),
         *((("exclude", samples),) if samples else ()),
     )
-    if _exists(folder, f"{META}/{DATASET_NAME}"):
+    if has_file(folder, f"{META}/{DATASET_NAME}"):
         fields, others = _described(folder, place)
         options += (("fields", fields),)
         unread += [(f"{key} of {DATASET_NAME}", example_of(value)) for key, value in others]
@@ -157,10 +159,11 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
     """The `field_map` of dataset.yaml, and the keys there that nothing reads."""
     path = join(folder.uri, f"{META}/{DATASET_NAME}")
     values = _required(folder, (DATASET_NAME,))
-    _only(values, DATASET_KEYS, path)
-    given = values.get("sample_type", {"__class__": values.get("__class__", "")})
-    sample_type = str(given.get("__class__", "") if isinstance(given, dict) else given)
-    sample_type = re.sub("Webdataset$", "Sample", sample_type.rpartition(".")[2])
+    require_known(values, DATASET_KEYS, path)
+    class_name = values.get("sample_type", {"__class__": values.get("__class__", "")})
+    if isinstance(class_name, dict):
+        class_name = class_name.get("__class__", "")
+    sample_type = re.sub("Webdataset$", "Sample", str(class_name).rpartition(".")[2])
     by_suffix = f"name its tars ({place}/NAME.tar) to read them by their suffixes"
     if "sample_loader" in values or sample_type == "CrudeSample":
         what = "a sample_loader" if "sample_loader" in values else "a cooker (CrudeWebdataset)"
@@ -173,19 +176,16 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
         raise ConfigError(f"{path}: no field_map of texts; {by_suffix}")
     if "part_filter" in values:
         raise ConfigError(f"{path}: part_filter is for a sample_loader only")
-    if missing := [name for name in _needed(sample_type) if name not in fields]:
+    optional = {*fields, "correct_choice_idx"}
+    if missing := [name for name in SAMPLE_TYPES[sample_type] if name not in optional]:
         raise ConfigError(f"{path}: the field_map has no {missing[0]}, which {sample_type} needs")
     paths = {str(field): _paths(text) for field, text in fields.items()}
     others = [(key, values[key]) for key in values if key in _UNREAD and values[key] is not None]
     return FieldMap(sample_type, tuple(paths.items())), others
 
 
-def _needed(sample_type: str) -> list[str]:
-    return [name for name in SAMPLE_TYPES[sample_type] if name != "correct_choice_idx"]
-
-
 def _paths(text: str) -> tuple[_Path, ...]:
-    """Where a field's value may be.
+    """Places where a field's value may be.
 
     >>> _paths("json[about][0],txt")
     (('json', 'about', '0'), ('txt',))
@@ -200,16 +200,9 @@ def _paths(text: str) -> tuple[_Path, ...]:
 # --- files ---
 
 
-def _exists(folder: Folder, name: str) -> bool:
-    try:
-        return folder.info(name).size >= 0
-    except OSError:
-        return False
-
-
 def _required(folder: Folder, names: tuple[str, ...]) -> dict[str, Any]:
     """The first of these files that is there."""
-    name = next((name for name in names if _exists(folder, f"{META}/{name}")), None)
+    name = next((name for name in names if has_file(folder, f"{META}/{name}")), None)
     if name is None:
         missing = f"{join(folder.uri, META)}: no {' or '.join(names)}"
         raise DataError(f"{missing}, which `energon prepare` writes")
@@ -231,23 +224,17 @@ def read_yaml(folder: Folder, name: str) -> dict[str, Any]:
     return values
 
 
-def _only(values: Mapping[str, Any], known: set[str] | frozenset[str], where: str) -> None:
-    """ConfigError for a key that nothing here reads."""
-    if strange := [str(key) for key in values if key not in known]:
-        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
-
-
 def expanded(names: Any, where: str) -> list[str]:
     """Names with their braces expanded; DataError if they are no list of names."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{where}: its files are not a list of names")
-    found: list[str] = []
+    files: list[str] = []
     for name in names:
         try:
-            for each in braceexpand(name):
-                found.append(each)
-                if len(found) > MOST_SHARDS:
+            for file in braceexpand(name):
+                files.append(file)
+                if len(files) > MOST_SHARDS:
                     raise DataError(f"{where}: {name[:80]} stands for more than a million shards")
         except ValueError:
             raise DataError(f"{where}: {name[:80]!r} has a brace without its other one") from None
-    return found
+    return files

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.common.errors import ConfigError
+from isobatch.packer.sources.base import require_known
 from isobatch.packer.sources.columns import Columns
 from isobatch.packer.sources.sampling import Sampling
 
@@ -26,7 +27,7 @@ KEYS = frozenset(
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
 COMMON = {"system": "system", "tools": "tools", "images": "images", "videos": "videos"}
 COMMON |= {"audios": "audios"}
-"""Their names of columns -> ours."""
+"""LLaMA-Factory's names of columns -> ours."""
 COLUMNS = frozenset({*ALPACA, *COMMON, "messages", "chosen", "rejected", "kto_tag"})
 TAGS = {
     "role_tag": "from",
@@ -48,7 +49,7 @@ class DatasetInfo:
 
     name: str
     place: str
-    """Its file or folder, with its split."""
+    """File or folder, with its split."""
     columns: Columns
     sampling: Sampling | None
 
@@ -63,7 +64,7 @@ def read_info(path: Path) -> dict[str, Any] | None:
         return None
     where = {*ELSEWHERE, "file_name"}
     is_theirs = isinstance(values, dict) and all(
-        isinstance(each, dict) and not where.isdisjoint(each) for each in values.values()
+        isinstance(entry, dict) and not where.isdisjoint(entry) for entry in values.values()
     )
     return values if is_theirs and values else None
 
@@ -76,7 +77,8 @@ def dataset_of(values: Mapping[str, Any], wanted: str | None, path: Path) -> Dat
     name = next(iter(values)) if wanted is None else wanted
     if name not in values:
         raise ConfigError(f"{has}, and no {name!r}")
-    entry, where = values[name], f"{path}, {name}"
+    entry = values[name]
+    where = f"{path}, {name}"
     _known(entry, KEYS, where)
     return DatasetInfo(
         name, _place(entry, path, where), _columns(entry, where), _sampling(entry, where)
@@ -108,14 +110,16 @@ def _sampling(entry: Mapping[str, Any], where: str) -> Sampling | None:
 
 
 def _columns(entry: Mapping[str, Any], where: str) -> Columns:
-    given, tags = entry.get("columns"), entry.get("tags")
-    _known(given or {}, COLUMNS, f"{where}, columns")
+    renames = entry.get("columns")
+    tags = entry.get("tags")
+    _known(renames or {}, COLUMNS, f"{where}, columns")
     _known(tags or {}, TAGS, f"{where}, tags")
-    formatting, is_ranking = entry.get("formatting", "alpaca"), bool(entry.get("ranking"))
+    formatting = entry.get("formatting", "alpaca")
+    is_ranking = bool(entry.get("ranking"))
     if formatting not in ("alpaca", "sharegpt", "openai"):
         known = "alpaca, sharegpt, openai"
         raise ConfigError(f"{where}: formatting is {str(formatting)[:40]!r}; known: {known}")
-    columns = {key: value for key, value in (given or {}).items() if value is not None}
+    columns = {key: value for key, value in (renames or {}).items() if value is not None}
     if "kto_tag" in columns:
         raise ConfigError(
             f"{where}: kto_tag marks answers that are not to be learned; leave it out"
@@ -125,7 +129,7 @@ def _columns(entry: Mapping[str, Any], where: str) -> Columns:
     common = [(ours, columns[key]) for key, ours in COMMON.items() if key in columns]
     if formatting == "alpaca":
         return Columns(
-            names=(*_alpaca(columns, given is None, is_ranking), *common), is_complete=True
+            names=(*_alpaca(columns, renames is None, is_ranking), *common), is_complete=True
         )
     tag_values = dict(TAGS) if tags is None else {k: v for k, v in tags.items() if v is not None}
     return Columns(
@@ -153,8 +157,7 @@ def _alpaca(
 def _known(values: Any, known: frozenset[str] | Mapping[str, str], where: str) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: is a {type(values).__name__}, not an object")
-    if strange := [key for key in values if key not in known]:
-        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
+    require_known(values, known, where)
     if known is not KEYS and (
         bad := [k for k, v in values.items() if not isinstance(v, str | None)]
     ):

@@ -28,7 +28,7 @@ from isobatch.media.decoder_faults import fault_of
 from isobatch.media.quiet_sounds import quiet_sounds
 from isobatch.models.audio_tokens import AudioRule
 from isobatch.models.presets import load_model
-from isobatch.packer.inspect._thumbnails import make_thumbnail
+from isobatch.packer.inspect.view import make_thumbnail
 from support.clips import CODECS, make_clip
 from support.oracles.reference_processors import random_image
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobatch.loaders.read._cache_quota import BLOCK_BYTES
-from isobatch.loaders.read.cache import Cache
+from isobatch.loaders.read.cache import BLOCK_BYTES, Cache
 from support import ranks
 from support.loading.cache_files import content, on_disk
 
@@ -150,7 +149,7 @@ def run(folder, code, *arguments):
 HOLD = """
 import signal, sys
 from pathlib import Path
-from isobatch.loaders.read._cache_quota import locked
+from isobatch.loaders.read.cache import locked
 with locked(Path(sys.argv[1]) / "size", 5):
     print("held", flush=True)
     signal.pause()
@@ -158,7 +157,7 @@ with locked(Path(sys.argv[1]) / "size", 5):
 
 
 def test_a_process_that_stops_with_the_lock_held_stops_nobody_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("isobatch.loaders.read._cache_quota.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("isobatch.loaders.read.cache.LOCK_WAIT_S", 0.2)
     cache = Cache(tmp_path / "cache", "build", 1 << 20)
     cache.write("a", b"x")
     child, wait_for = run(tmp_path / "child", HOLD, tmp_path / "cache")

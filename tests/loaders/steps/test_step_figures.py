@@ -8,8 +8,8 @@ import pytest
 
 from isobatch.balance.metrics import repeated_pairs
 from isobatch.common.types import COUNT_COLUMNS
-from isobatch.loaders import StreamingLoader, _pair_counter
-from isobatch.loaders._pair_counter import PairCounter
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.stats import PairCounter
 from isobatch.loaders.steps.loss_normalizer import StepNormalizer
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 
@@ -95,7 +95,7 @@ def test_pairs_are_counted_as_the_metric_does(builds):
 
 
 def test_pairs_of_random_orders_meet_by_chance_and_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(_pair_counter, "REMEMBERED", 1_024)
+    monkeypatch.setattr("isobatch.loaders.stats.REMEMBERED", 1_024)
     rng, counter, zeros = np.random.default_rng(0), PairCounter(), np.zeros(64, np.int64)
     sizes = np.full(8, 8)
     for epoch in range(80):

@@ -23,11 +23,10 @@ from isobatch.packer.build import Builder
 from isobatch.packer.cli import app
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.demo.dataset import demo_tokenizer_path
-from isobatch.packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from isobatch.packer.inspect.html import render_group
 from isobatch.packer.inspect.terminal import print_group
 from isobatch.packer.inspect.token_text import PieceKind, read_pieces
-from isobatch.packer.inspect.view import inspect_group
+from isobatch.packer.inspect.view import Thumbnail, inspect_group, make_thumbnail
 from isobatch.packer.progress import StageProgress
 from isobatch.shards.index import open_index
 from isobatch.shards.manifest import read_manifest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isobatch.loaders.read._cache_quota import BLOCK_BYTES
+from isobatch.loaders.read.cache import BLOCK_BYTES
 
 
 def on_disk(root):
