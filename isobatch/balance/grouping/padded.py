@@ -63,10 +63,10 @@ def choose_padded_limits(
     if max_vision is None:
         max_batches = int(numbers[q_t] * (1 + FREE))
         allowed = range(int(vision.max(initial=0)), free + 1)
-        costs_none = bisect_left(
+        first_free = bisect_left(
             allowed, x=True, key=lambda cap: num_batches(q_t, cap) <= max_batches
         )
-        q_v = allowed[costs_none]
+        q_v = allowed[first_free]
     limits = _caps(q_t, q_v, vision_unit)
     count = num_batches(q_t, q_v)
     return PaddedChoice(
