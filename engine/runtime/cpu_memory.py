@@ -29,6 +29,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     What was made before, such as parameters, does not count. `limit_bytes`: an operation that
     exceeds it raises CpuMemoryExceeded, as an allocator would, and its result is dropped.
 
+    >>> import torch
     >>> with LiveBytes() as memory:
     ...     ones = torch.zeros(1000) + 1  # one of the two tensors stays
     >>> memory.live_bytes, memory.peak_bytes
