@@ -8,8 +8,8 @@ grouping and for ISF.
 
 Assumptions: times are `models.flops` with its default speeds, so trust ratios, not milliseconds. A
 rank's micro-batch takes its encoder's and its LLM's time one after the other. A step takes as long
-as its slowest rank, with one micro-batch per rank; idle ranks count. `path`: steps are neighbours
-in stored order, as the loader assigns them; `random`: the same groups shuffled, as in the paper.
+as its slowest rank, with one micro-batch per rank; idle ranks count. `default`: steps are
+those of the loader; `random`: the same groups shuffled, as in the paper.
 "ratio" marks the cap of the paper's rule, "chosen" that of `choose_limits` for this grouping, whose
 reasons are below the tables.
 """
@@ -30,8 +30,6 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from former_order.sort_groups import sort_groups
-
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.grouping.cap_lines import cap_lines
 from isobatch.balance.grouping.caps import (
@@ -42,6 +40,7 @@ from isobatch.balance.grouping.caps import (
 )
 from isobatch.balance.grouping.isf import group_isf
 from isobatch.balance.metrics import dist_ratio, epoch_ms, fill
+from isobatch.balance.order.global_shuffle import epoch_steps
 from isobatch.common.types import Counts, Groups, Limits
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import load_model
@@ -82,9 +81,10 @@ class Setting:
 
     def orders(self, groups: Groups) -> dict[str, Groups]:
         vision, tokens = groups.sum(self.counts.num_image_patches), groups.sum(self.counts.seq_len)
+        order = epoch_steps((vision, tokens), (self.dp, 1)).ravel()
         shuffled = np.random.default_rng(0).permutation(len(groups))
         return {
-            "path": groups.take(sort_groups(vision, tokens, 0)),
+            "default": groups.take(order[order >= 0]),
             "random": groups.take(shuffled),
         }
 
@@ -131,7 +131,7 @@ def parse() -> argparse.Namespace:
 def caps_table(setting: Setting, grouping: str) -> Table:
     """A row per pair of caps, without vision caps above what Q_t tokens can hold."""
     heading = ["Q_t", "Q_v", "groups", "x bound", "fill"]
-    orders = [f"{order}\n+{overhead} ms" for order in ("path", "random") for overhead in (0, 10)]
+    orders = [f"{order}\n+{overhead} ms" for order in ("default", "random") for overhead in (0, 10)]
     title = f"Caps, {grouping}: predicted GPU-ms per sample by order and overhead per micro-batch"
     table = new_table(title, [*heading, *orders])
     tokens, patches = int(setting.counts.seq_len.sum()), setting.counts.num_image_patches
@@ -173,7 +173,7 @@ def by_ratio(setting: Setting, q_t: int) -> int:
 
 def targets_table(setting: Setting) -> Table:
     """OmniBal's Table 6: the same caps, other targets of ISF's filter; means of four seeds."""
-    ratios = [f"{order}\ndist {side}" for order in ("path", "random") for side in ("ViT", "LLM")]
+    ratios = [f"{order}\ndist {side}" for order in ("default", "random") for side in ("ViT", "LLM")]
     table = new_table(
         f"Targets of ISF's filter (OmniBal, Table 6), Q_t {TARGETS_Q_T:,}",
         ["Q_v", "Q'_v", "Q'_t", "groups", *ratios],
@@ -206,7 +206,7 @@ def target_cells(setting: Setting, limits: Limits, grouping: str) -> list[str]:
 
 
 def target_figures(setting: Setting, limits: Limits, grouping: str, seed: int) -> list[float]:
-    """Groups, then dist ratios ViT and LLM in path order and in random order."""
+    """Groups, then dist ratios ViT and LLM in the default order and in random order."""
     groups = setting.group(limits, grouping, seed)
     figures = [float(len(groups))]
     for stream in setting.orders(groups).values():

@@ -9,9 +9,9 @@ dataset of as many sources. Without one: generated samples with the spread of a 
 dataset. One core, a few seconds.
 
 "random order": the groups shuffled, which is the paper's setting. "loader's order": the same groups
-along the path, in blocks and lanes, as Isobatch's loader deals them. Figures are means over seeds;
-"ms" is the fastest of the seeds' runs. The last row is what `packer` makes by default; its time
-includes the choice of the vision cap and the path. ISF here stops at the pass that gives the fewest
+in the steps of Isobatch's loader, by default. Figures are means over seeds; "ms" is the fastest of
+the seeds' runs. The last row is what `packer` makes by default; its time includes the choice of the
+vision cap. ISF here stops at the pass that gives the fewest
 groups, so more iterations never need more; in the paper's form they can.
 """
 

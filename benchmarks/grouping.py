@@ -11,7 +11,7 @@ replacement, all with the same weight.
 linear program that knows which samples fit together (tests/support/oracles/lp_bound.py). Peers pack
 by tokens alone; "over" counts the groups over each cap. Times are the least of several runs; the
 first, which compiles, does not count. Exit status 1 when our groups are more than ISF's or than
-1.025 times the LP bound, when grouping and path together are not 50 times as fast as plain-Python
+1.025 times the LP bound, when grouping is not 50 times as fast as plain-Python
 ISF of 50 iterations, or when the ISF of numba and that of plain Python differ.
 """
 
@@ -33,7 +33,6 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from former_order.sort_groups import sort_groups  # noqa: E402
 from peer_packers import PEERS, Packer, as_groups, best_fit_online  # noqa: E402
 
 from isobatch.balance.grouping.best_fit import group_best_fit  # noqa: E402
@@ -86,7 +85,6 @@ def main() -> int:
         min_vision=options.max_vision,
     )
     data = Data(vision=vision[fits], tokens=tokens[fits], limits=limits)
-    path_seconds = path_time(data)
     rows, left_out = our_rows(data), []
     for peer in PEERS:
         if not peer.installed:
@@ -106,7 +104,7 @@ def main() -> int:
     )
     console.print(table(rows, data, sums, lp))
     console.print("\n".join(left_out))
-    return verdict(rows, path_seconds, lp)
+    return verdict(rows, lp)
 
 
 def parse() -> argparse.Namespace:
@@ -176,13 +174,6 @@ def our_rows(data: Data) -> list[Row]:
     return [*rows, Row(name="ISF, 50, plain Python", seconds=seconds, groups=as_groups(lists))]
 
 
-def path_time(data: Data) -> float:
-    """Seconds that it takes to put our groups in path order."""
-    groups = group_best_fit(data.vision, data.tokens, data.limits, seed=0)
-    vision, tokens = groups.sum(data.vision), groups.sum(data.tokens)
-    return best_of(5, lambda: sort_groups(vision, tokens, 0))[0]
-
-
 def peer_row(peer: Packer, data: Data) -> Row:
     seconds, lists = best_of(2, lambda: peer.pack(data.tokens, data.limits.max_seq_len))
     return Row(name=peer.name, seconds=seconds, groups=as_groups(lists))
@@ -242,13 +233,13 @@ def table(rows: list[Row], data: Data, sums: float, lp: float) -> Table:
     return result
 
 
-def verdict(rows: list[Row], path_seconds: float, lp: float) -> int:
+def verdict(rows: list[Row], lp: float) -> int:
     named = {row.name: row for row in rows}
     fit, numba_isf, slow = named["fit"], named["ISF, 50 iterations"], named["ISF, 50, plain Python"]
-    ratio = slow.seconds / (fit.seconds + path_seconds)
+    ratio = slow.seconds / fit.seconds
     same = np.array_equal(numba_isf.groups.samples, slow.groups.samples)
     console.print(
-        f"fit {fit.seconds:.3f} s + path order {path_seconds:.3f} s: {ratio:.0f} x as fast as ISF "
+        f"fit {fit.seconds:.3f} s: {ratio:.0f} x as fast as ISF "
         f"of 50 iterations in plain Python (wanted: {WANTED_SPEED_RATIO} from {MANY:,} samples "
         f"on); ISF of numba and of plain Python: {'equal' if same else 'DIFFERENT'} groups, numba "
         f"{slow.seconds / numba_isf.seconds:.0f} x as fast"

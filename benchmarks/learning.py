@@ -7,7 +7,6 @@ pictures, speech and plain text (`learning_data.py`) with Adam. Methods differ i
 
 - random padded: random samples, as many per micro-batch as groups have on average;
 - random packed: groups by best fit in fully random order, what a careful user would do;
-- former order: the same groups, each step's of equal cost, as Isobatch did before version 0.2;
 - the loader's order, by default and as balanced as it can be (`learning_orders.LOADER`).
 
 A step is a micro-batch on each of `--dp` ranks, run in one process with the gradient that the ranks

@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from former_order.block_shuffle import BlockShuffle, choose_order
-from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from learning_data import Data
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.metrics import longest, padded_loads
 from isobatch.balance.order.global_shuffle import MAX_BALANCE
-from isobatch.common.types import Groups, IntArray
+from isobatch.common.types import Groups
 from isobatch.loaders import StreamingLoader
 from isobatch.models.flops import FlopsModel, GpuSpeed
 from isobatch.models.presets import load_model
 
 LOADER: dict[str, dict[str, object]] = {"default": {}, "most balanced": {"balance": MAX_BALANCE}}
 """Orders of the loader -> its options."""
-PADDED, PACKED, FORMER = "random padded", "random packed", "former order"
-METHODS = (PADDED, PACKED, FORMER, *LOADER)
+PADDED, PACKED = "random padded", "random packed"
+METHODS = (PADDED, PACKED, *LOADER)
 
 Step = list[list[str]]
 """Ids of the samples of each rank."""
@@ -51,20 +49,18 @@ def epochs_of(data: Data, method: str, seed: int, dp: int) -> Iterator[list[Step
             yield [[list(batch.sample_ids) for (batch,) in step] for step in parts]
     rng, ids = np.random.default_rng(seed), list(data.samples)
     groups = fit_groups(data)
-    for epoch in range(1_000_000):
+    while True:
         order = rng.permutation(len(groups))
         drawn = groups
         if method == PADDED:
             borders = np.linspace(0, len(ids), len(groups) + 1).round().astype(np.int64)
             drawn = Groups(rng.permutation(len(ids)), borders)
-        elif method == FORMER:
-            order = former_order(len(groups), dp, seed, epoch)
         parts = [[ids[place] for place in drawn[group]] for group in order.tolist()]
         yield [parts[start : start + dp] for start in range(0, len(parts), dp)]
 
 
 def fit_groups(data: Data) -> Groups:
-    """Groups by best fit with the caps of the builds, sorted as the former packer did."""
+    """Groups by best fit with the caps of the builds."""
     counts, sources = data.counts(list(data.samples)), data.sources
     parts = []
     for number, limits in enumerate(data.limits):
@@ -75,19 +71,7 @@ def fit_groups(data: Data) -> Groups:
         found = group_best_fit(part.num_image_patches, part.seq_len, limits, seed=0)
         parts += [own[found[group]] for group in range(len(found))]
     sizes = np.array([0, *map(len, parts)])
-    groups = Groups(np.concatenate(parts), np.cumsum(sizes))
-    order = sort_groups(groups.sum(counts.num_image_patches), groups.sum(counts.seq_len), 0)
-    if len(data.limits) == 1:
-        window = choose_order(len(groups)).window_size
-        order = arrange_sources(order, source_shares(groups, sources), window)
-    return groups.take(order)
-
-
-def former_order(num_groups: int, dp: int, seed: int, epoch: int) -> IntArray:
-    """An epoch of sorted groups in the order before version 0.2."""
-    order = choose_order(num_groups)
-    stream = BlockShuffle(num_groups=num_groups, order=order, seed=seed, epoch=epoch)
-    return np.concatenate([stream.take(dp) for _ in range(-(-num_groups // dp))])
+    return Groups(np.concatenate(parts), np.cumsum(sizes))
 
 
 def groups_of(data: Data, steps: list[Step]) -> tuple[Groups, list[str]]:

@@ -99,7 +99,7 @@ def real(num_steps: int, rounds: int) -> list[Row]:
     trainer = Trainer(shape, counts, 2, [(steps, False)])
     costs = trainer.costs(steps[0][0], padded=False)
     anchor = greedy_anchor(costs, 2)
-    near = rank_candidates(costs, anchor, radius=RADIUS, most=2 * RADIUS + 1)
+    near = rank_candidates(costs, anchor, radius=RADIUS, max_count=2 * RADIUS + 1)
     variants = [
         Variant(
             name=str(candidate.borders.tolist()),

@@ -6,12 +6,12 @@ process of its own.
 
 Samples are drawn with replacement from the files' lengths, or generated, and held as uint8 and
 uint16. "peak" is the largest resident memory of the process, less what it had before the samples
-were drawn (Python, NumPy, compiled code); "order" is the path of the groups that fit makes, with
-the sums of their loads: its seconds are the order's alone, its peak is that of grouping and order
-together. "x least" is the time per sample relative to the least of all sizes. One run each, after
-one on a thousand samples that compiles. Exit status 1 when a peak is over 2 GB (2 * 10^9 bytes) at
-up to 100 million samples, or when more samples take over 10 times the least time per sample (the
-table shows where).
+were drawn (Python, NumPy, compiled code); "order" is all steps of an epoch, for 64 ranks of 8
+micro-batches, of the groups that fit makes: its seconds are the order's alone, its peak is that of
+grouping and order together. "x least" is the time per sample relative to the least of all sizes.
+One run each, after one on a thousand samples that compiles. Exit status 1 when a peak is over 2 GB
+(2 * 10^9 bytes) at up to 100 million samples, or when more samples take over 10 times the least
+time per sample (the table shows where).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from former_order.sort_groups import sort_groups
 from grouping import generate, read
 from numpy.typing import NDArray
 from rich import box
@@ -34,10 +33,13 @@ from rich.table import Table
 
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.grouping.isf import group_isf
+from isobatch.balance.order.global_shuffle import epoch_steps
 from isobatch.common.types import Limits
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 CHUNK = 1 << 20
+ORDER_SHAPE = 64, 8
+"""Ranks, and micro-batches of a step."""
 MOST_BYTES, UP_TO_SAMPLES = 2_000_000_000, 100_000_000
 MOST_PER_SAMPLE = 10
 """Time per sample relative to the least: caches cost several times as much; n^2 would be a thousand
@@ -181,7 +183,7 @@ def run(
     groups = (group_isf if what == "isf" else group_best_fit)(vision, tokens, limits, seed=0)
     if what == "order":
         start = time.perf_counter()
-        sort_groups(groups.sum(vision), groups.sum(tokens), 0)
+        epoch_steps((groups.sum(vision), groups.sum(tokens)), ORDER_SHAPE)
     return time.perf_counter() - start, len(groups)
 
 

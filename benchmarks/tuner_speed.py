@@ -228,7 +228,7 @@ def drawn_step(mix: str, replicas: int, limit: int, seed: int, *, even: bool) ->
 def tuned_by_all(planner: TunedSteps, step: StepRequest) -> int:
     """Time of the slowest rank, ns, by the better of both assignments after tuning."""
     loads = planner.loads(step.counts)
-    given = [planner._given(step, rank) for rank in range(step.dp)]
+    given = [planner._rank_groups(step, rank) for rank in range(step.dp)]
     both = (given, planner._assign(loads, given))
     return min(max(planner._tune(loads, own).step_ns for own in ranks) for ranks in both)
 

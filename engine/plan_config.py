@@ -30,10 +30,6 @@ MOST_TOKENS = 10**8
 """Largest made-up micro-batch, in tokens and image patches: squares of more overflow 64 bits."""
 
 
-def _presets(folder: str) -> str:
-    return ", ".join(preset_names(folder))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
     """One plan; every field is also a key of the TOML file given with --config."""
@@ -49,20 +45,24 @@ class PlanConfig:
         ),
     ] = None
     images: Annotated[
-        int | None, Option("Without a build: image patches of a micro-batch.", least=0)
+        int | None, Option("Without a build: image patches of a micro-batch.", min=0)
     ] = None
     seq_len: Annotated[
-        int | None, Option("Without a build: LLM tokens of a micro-batch.", least=1)
+        int | None, Option("Without a build: LLM tokens of a micro-batch.", min=1)
     ] = None
     samples: Annotated[
-        int, Option("Without a build: samples that share these. Default: 1.", least=1)
+        int, Option("Without a build: samples that share these. Default: 1.", min=1)
     ] = 1
     cluster: Annotated[
-        str, Option(f"Cluster preset, or a .toml file: {_presets('clusters')}. Default: h100.")
+        str,
+        Option(
+            f"Cluster preset, or a .toml file: {', '.join(preset_names('clusters'))}."
+            " Default: h100."
+        ),
     ] = "h100"
-    tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", least=1)] = 1
-    pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", least=1)] = 4
-    dp: Annotated[int, Option("Replicas of the pipeline. Default: 1.", least=1)] = 1
+    tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", min=1)] = 1
+    pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", min=1)] = 4
+    dp: Annotated[int, Option("Replicas of the pipeline. Default: 1.", min=1)] = 1
     sequence_parallel: bool = True
     precision: Annotated[
         Precision,
@@ -77,25 +77,23 @@ class PlanConfig:
     ] = "transformers"
     zero_stage: Annotated[
         int,
-        Option(
-            "Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: 1.", least=0
-        ),
+        Option("Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: 1.", min=0),
     ] = 1
     innermost: Literal["replicas", "stages"] = "replicas"
     micro_batches: Annotated[
-        int, Option("Micro-batches per step and replica. Default: 16.", least=1)
+        int, Option("Micro-batches per step and replica. Default: 16.", min=1)
     ] = 16
     schedule: Annotated[
         str, Option(f"{', '.join(SCHEDULES)}; or best: all are planned for. Default: 1f1b.")
     ] = "1f1b"
     stages_per_rank: Annotated[
-        int, Option("Stages per rank; over 1 for interleaved ones.", least=1)
+        int, Option("Stages per rank; over 1 for interleaved ones.", min=1)
     ] = 1
     memory_gib: Annotated[
         float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
     ] = None
-    steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", least=1)] = 4
-    seed: Annotated[int, Option("Seed of the epoch's order, as loaders'. Default: 0.", least=0)] = 0
+    steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", min=1)] = 4
+    seed: Annotated[int, Option("Seed of the epoch's order, as loaders'. Default: 0.", min=0)] = 0
     frozen: Annotated[
         tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
@@ -105,13 +103,13 @@ class PlanConfig:
     ] = "exact"
     time_limit: Annotated[
         float,
-        Option("Seconds after which the exact search ends with its best. Default: 30.", least=0),
+        Option("Seconds after which the exact search ends with its best. Default: 30.", min=0),
     ] = 30.0
     batch_size: Annotated[
         int | None,
         Option(
             "Samples of a random micro-batch to compare with. Default: 4, or a group's if less.",
-            least=1,
+            min=1,
         ),
     ] = None
 
@@ -152,10 +150,13 @@ class PlanConfig:
 
     def _check_build(self, build: str) -> None:
         made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
-        given = [name for name, value in made_up.items() if value is not None]
-        names = ", ".join([*given, *["samples"] * (self.samples != 1)])
-        if names:
-            raise ConfigError(f"a build says for itself what its {names} are; leave those out")
+        options = [name for name, value in made_up.items() if value is not None]
+        if self.samples != 1:
+            options.append("samples")
+        if options:
+            raise ConfigError(
+                f"a build says for itself what its {', '.join(options)} are; leave those out"
+            )
         if "://" in build:
             raise ConfigError(
                 f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, "
@@ -176,14 +177,17 @@ def gib_bytes(memory_gib: float) -> int:
 
 def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     """The request, and of a build random micro-batches to compare with."""
-    cluster, memory_gib = load_cluster(config.cluster), config.memory_gib
+    cluster = load_cluster(config.cluster)
+    memory_gib = config.memory_gib
     random = None
     if config.build is None:
-        model, loads = find_model(config.model or ""), _equal_loads(config)
+        model = find_model(config.model or "")
+        loads = _equal_loads(config)
         full = loads.take(np.zeros(1, np.int64))
     else:
         build = read_build(Path(config.build))
-        model, full = build.model, build.full_micro_batch()
+        model = build.model
+        full = build.full_micro_batch()
         size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
         asked = {n: getattr(config, n) for n in ("dp", "micro_batches", "steps", "seed")}
         loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
@@ -255,13 +259,13 @@ def _regrouped_loads(plan: Plan, count: int) -> Loads:
     dp = plan.parallel.dp
     # (steps, dp, micro_batches) -> (dp, all micro-batches of the replica)
     numbers = np.arange(len(plan.loads)).reshape(plan.num_steps, dp, plan.num_micro_batches)
-    own = numbers.swapaxes(0, 1).reshape(dp, -1)
-    steps = own.shape[1] // count
+    of_replicas = numbers.swapaxes(0, 1).reshape(dp, -1)
+    steps = of_replicas.shape[1] // count
     if not steps:
         raise ConfigError(
-            f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more "
-            "--steps"
+            f"the plan has {of_replicas.shape[1]} micro-batches per replica, not {count}; "
+            "plan with more --steps"
         )
     # -> (new steps, dp, count)
-    regrouped = own[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
+    regrouped = of_replicas[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
     return plan.loads.take(regrouped.ravel())

@@ -8,7 +8,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isobatch.engine.charts.format_time import time_text
 from isobatch.engine.charts.trace import TraceStep, path_parts
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.parallel import head_notes
@@ -19,6 +18,7 @@ from isobatch.engine.planning.search.limits import SearchProgress
 from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30
+TIME_UNITS = ((10**6, "ms"), (10**3, "us"))
 
 
 def print_result(result: PlanResult, console: Console) -> None:
@@ -43,23 +43,24 @@ def print_result(result: PlanResult, console: Console) -> None:
 def print_trials(trials: Sequence[ScheduleTrial], console: Console) -> None:
     """Print what the plan for each schedule comes to."""
     columns = ("schedule", "stages per rank", "recomputed", "step", "waiting", "most memory")
-    _print_table(console, columns, [_trial_row(trial) for trial in trials])
+    rows: list[tuple[str, ...]] = []
+    for trial in trials:
+        row = trial.schedule, f"{trial.stages_per_rank}"
+        if trial.result is None:
+            rows.append((*row, "does not fit", "", "", ""))
+            continue
+        run = trial.result.best
+        rows.append(
+            (
+                *row,
+                f"{int(run.recompute.sum())} of {len(run.recompute)}",
+                time_text(run.step_ns),
+                f"{time_shares(run)['waiting']:.1%}",
+                f"{int(run.peak_bytes.max()) / GIB:.1f} GiB",
+            )
+        )
+    _print_table(console, columns, rows)
     console.print()
-
-
-def _trial_row(trial: ScheduleTrial) -> tuple[str, ...]:
-    name, per_rank = trial.schedule, f"{trial.stages_per_rank}"
-    if trial.result is None:
-        return name, per_rank, "does not fit", "", "", ""
-    run = trial.result.best
-    return (
-        name,
-        per_rank,
-        f"{int(run.recompute.sum())} of {len(run.recompute)}",
-        time_text(run.step_ns),
-        f"{time_shares(run)['waiting']:.1%}",
-        f"{int(run.peak_bytes.max()) / GIB:.1f} GiB",
-    )
 
 
 def trials_to_json(trials: Sequence[ScheduleTrial]) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     """Print a plan's stages, and how its ranks spend their time."""
     console.print()
     columns = ("stage", "layers", "recomputed", "forward", "backward", "waits", "peak")
-    _print_table(console, (*columns, "if all are full"), stage_rows(plan, run), left=2)
+    _print_table(console, (*columns, "if all are full"), stage_rows(plan, run), num_left=2)
     console.print()
 
     # shares of the time
@@ -120,12 +121,12 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     console.print(memory_text(plan))
     has = f"a GPU has {plan.memory_bytes / GIB:.1f} GiB"
     rank, full_rank = int(run.peak_bytes.argmax()), int(np.argmax(predicted.full_peak_bytes))
-    most, full_most = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
-    if most > plan.memory_bytes:
-        console.print(f"does not fit: rank {rank} needs {most / GIB:.1f} GiB, {has}")
-    elif full_most > plan.memory_bytes:
+    peak, full_peak = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
+    if peak > plan.memory_bytes:
+        console.print(f"does not fit: rank {rank} needs {peak / GIB:.1f} GiB, {has}")
+    elif full_peak > plan.memory_bytes:
         console.print(
-            f"may not fit: rank {full_rank} needs {full_most / GIB:.1f} GiB if all micro-batches "
+            f"may not fit: rank {full_rank} needs {full_peak / GIB:.1f} GiB if all micro-batches "
             f"are full, {has}"
         )
 
@@ -140,17 +141,17 @@ def memory_text(plan: Plan) -> str:
 
 def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
     """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak."""
-    mode, layers = plan.training.mode, layers_of(plan.model, plan.parallel)
-    own = [
+    layers = layers_of(plan.model, plan.parallel)
+    rank_layers = [
         layers[layer]
         for stage in range(rank, len(plan.borders) - 1, plan.parallel.pp)
         for layer in range(plan.borders[stage], plan.borders[stage + 1])
     ]
     terms = [
-        mode.state_terms(
+        plan.training.mode.state_terms(
             layer.gpu_params, plan.parallel.dp, trained=plan.training.trains(layer.part)
         )
-        for layer in own
+        for layer in rank_layers
     ]
     state = dict(zip(("weights", "gradients", "optimizer"), np.sum(terms, axis=0), strict=True))
     return {**state, "activations": plan.predicted.full_peak_bytes[rank] - sum(state.values())}
@@ -288,17 +289,32 @@ def run_to_json(run: SimulatedRun) -> dict[str, Any]:
     }
 
 
+def time_text(time_ns: float) -> str:
+    """A time for people, three digits or a bit more.
+
+    >>> [time_text(value) for value in (0, 999, 1_500, 12_345_678, 1_234_567_890, 12_345_678_901)]
+    ['0', '999 ns', '1.5 us', '12.3 ms', '1,235 ms', '12.35 s']
+    """
+    if time_ns >= 10**10:
+        return f"{time_ns / 10**9:,.2f} s"
+    for size, unit in TIME_UNITS:
+        if time_ns >= size:
+            value = time_ns / size
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{float(f'{value:.3g}'):g} {unit}"
+    return f"{time_ns:g} ns" if time_ns else "0"
+
+
 def _without_number(name: str) -> str:
     kind, _, number = name.rpartition(" ")
     return kind if number.isdigit() else name
 
 
 def _print_table(
-    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
+    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1
 ) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < left else "right", overflow="fold")
+        table.add_column(column, justify="left" if place < num_left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -80,8 +80,8 @@ class BuildConfig:
         Option(
             "Cap of a group in LLM tokens (Q_t). Default: from the longest sample on, the least"
             " that fills groups, at most the model's context.",
-            least=1,
-            most=MOST_TOKENS,
+            min=1,
+            max=MOST_TOKENS,
         ),
     ] = None
     max_vision: Annotated[
@@ -89,8 +89,8 @@ class BuildConfig:
         Option(
             "Cap of a group in image patches, or in ViT tokens for native-resolution models (Q_v)."
             " Default: predicted to be the fastest.",
-            least=0,
-            most=MOST_TOKENS,
+            min=0,
+            max=MOST_TOKENS,
         ),
     ] = None
     memory_gib: Annotated[
@@ -98,8 +98,8 @@ class BuildConfig:
         Option(
             "GiB for a micro-batch's activations: the caps are then the best that fit, by the"
             " model's dimensions.",
-            least=0.001,
-            most=2**20,
+            min=0.001,
+            max=2**20,
         ),
     ] = None
     memory_gpus: Annotated[
@@ -116,7 +116,7 @@ class BuildConfig:
         Literal["fit", "isf"],
         Option("fit: few groups of about equal cost; isf: OmniBal's Algorithm 1. Default: fit."),
     ] = "fit"
-    isf_iterations: Annotated[int, Option("ISF iterations at most.", least=1, most=1000)] = 10
+    isf_iterations: Annotated[int, Option("ISF iterations at most.", min=1, max=1000)] = 10
     seed: Annotated[int, Option("Seed of groups and order. Default: 0.", 0, 2**63 - 1)] = 0
     executor: Annotated[
         Literal["local", "ray"],
@@ -180,7 +180,7 @@ class BuildConfig:
         ),
     ] = ()
     limit: Annotated[
-        int | None, Option("Most records to read, for a quick look.", least=1, most=2**63 - 1)
+        int | None, Option("Most records to read, for a quick look.", min=1, max=2**63 - 1)
     ] = None
     max_rejected: Annotated[
         float, Option("Largest share of unusable samples to accept. Default: 0.05.", 0, 1)

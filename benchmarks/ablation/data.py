@@ -117,7 +117,7 @@ def balanced_steps(
     vision, tokens = counts.num_image_patches, counts.seq_len
     groups = group_balanced(vision, tokens, limits, seed=0)
     loads = groups.sum(vision), groups.sum(tokens)
-    taken = epoch_steps(loads, (replicas, micro_batches), seed=0, most=steps)
+    taken = epoch_steps(loads, (replicas, micro_batches), seed=0, max_steps=steps)
     # the end of an epoch is filled with nothing
     whole = [step for step in taken if (step >= 0).all()]
     return tuple(tuple(groups.take(own) for own in step) for step in whole)

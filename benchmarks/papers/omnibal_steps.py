@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from former_order.block_shuffle import BlockShuffle, choose_order
-from former_order.sort_groups import sort_groups
 from numpy.typing import NDArray
 
 from isobatch.balance.baseline_samplers import as_groups, random_batches
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.metrics import dist_ratio, longest, pad_ratio
+from isobatch.balance.order.global_shuffle import epoch_steps
 from isobatch.common.types import Counts, Groups, IntArray, Limits
 from isobatch.engine.cost_model.analytical import layer_costs
 from isobatch.engine.cost_model.clusters import Cluster
@@ -71,14 +70,12 @@ def balanced_data(
     )
     vision, tokens = counts.num_image_patches, counts.seq_len
     groups = group_best_fit(vision, tokens, limits, seed=0)
-    groups = groups.take(sort_groups(groups.sum(vision), groups.sum(tokens), seed=0))
-    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
-    steps = min(STEPS, len(groups) // (dp * micro_batches))
-    # each (dp, micro_batches)
-    taken = [stream.take_step(dp, micro_batches).ravel() for _ in range(steps)]
-    own = groups.take(np.concatenate(taken))
-    llm = PhaseLoads(tokens=own.sum(tokens), squares=own.sum(tokens**2), items=own.sizes)
-    return _data(own, counts, llm, dp, micro_batches, 0.0)
+    num_steps = min(STEPS, len(groups) // (dp * micro_batches))
+    loads = groups.sum(vision), groups.sum(tokens)
+    steps = epoch_steps(loads, (dp, micro_batches), max_steps=num_steps)
+    groups = groups.take(steps.ravel())
+    llm = PhaseLoads(tokens=groups.sum(tokens), squares=groups.sum(tokens**2), items=groups.sizes)
+    return _data(groups, counts, llm, dp, micro_batches, 0.0)
 
 
 def _data(

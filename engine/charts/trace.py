@@ -69,7 +69,8 @@ def write_trace(steps: Sequence[TraceStep], path: Path) -> None:
 def path_parts(step: TraceStep) -> dict[str, int]:
     """Parts of the critical path, in nanoseconds; they add up to the step."""
     timeline = step.simulated.timeline
-    schedule, path = timeline.program.schedule, critical_path(timeline)
+    schedule = timeline.program.schedule
+    path = critical_path(timeline)
     kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
     parts = {name: int(spent[kinds == kind].sum()) for kind, name in KIND_NAMES.items()}
     if step.recompute_ns is not None:
@@ -149,15 +150,16 @@ def _recomputations(timeline: Timeline, recompute_ns: IntArray) -> Iterator[Even
 def _sends(timeline: Timeline) -> Iterator[Event]:
     """Sends between ranks, each with an arrow to the pass that waits for it."""
     schedule = timeline.program.schedule
-    sent, ranks = transfers(timeline), schedule.ranks.tolist()
+    sent = transfers(timeline)
+    ranks = schedule.ranks.tolist()
     for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
         start, end = sent.start_ns[edge], sent.end_ns[edge]
         row = {"cat": "send", "pid": ranks[source], "tid": ranks[target] + 1, "ts": _us(start)}
-        made = schedule.action(source)
-        what = "gradient" if made.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) else "output"
-        name = f"{what} {made.micro_batch}"
-        arguments = {"stage": made.stage, "micro_batch": made.micro_batch}
+        action = schedule.action(source)
+        what = "gradient" if action.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) else "output"
+        name = f"{what} {action.micro_batch}"
+        arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
         yield {"ph": "X", "name": name, "dur": _us(end - start), "args": arguments, **row}
         yield {"ph": "s", "name": name, "id": edge, **row}
         arrival = {"pid": ranks[target], "tid": COMPUTE_ROW, "ts": _us(timeline.start_ns[target])}
@@ -165,8 +167,7 @@ def _sends(timeline: Timeline) -> Iterator[Event]:
 
 
 def _memory(timeline: Timeline, memory: Memory) -> Iterator[Event]:
-    schedule = timeline.program.schedule
-    for index, rank in enumerate(schedule.ranks.tolist()):
+    for index, rank in enumerate(timeline.program.schedule.ranks.tolist()):
         yield _counter(rank, timeline.start_ns[index], memory.during_bytes[index])
         yield _counter(rank, timeline.end_ns[index], memory.after_bytes[index])
 

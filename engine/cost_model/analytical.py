@@ -60,15 +60,15 @@ def layer_costs(
     device = _Device(cluster, parallel, training, loads)
     trained = [training.trains(layer.part) for layer in layers]
     flows = _gradients(layers, trained)
-    made: dict[str, dict[str, IntArray]] = {}
-    for layer, own, flow in zip(layers, trained, flows, strict=True):
-        if layer.kind not in made:
-            made[layer.kind] = _layer(layer, device, own, flow)
-    columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in COLUMNS}
+    rows: dict[str, dict[str, IntArray]] = {}
+    for layer, is_trained, flow in zip(layers, trained, flows, strict=True):
+        if layer.kind not in rows:
+            rows[layer.kind] = _layer(layer, device, is_trained, flow)
+    columns = {name: np.stack([rows[layer.kind][name] for layer in layers]) for name in COLUMNS}
     columns["send_ns"][-1] = 0
     state = [
-        training.mode.state_bytes(layer.gpu_params, parallel.dp, trained=own)
-        for layer, own in zip(layers, trained, strict=True)
+        training.mode.state_bytes(layer.gpu_params, parallel.dp, trained=is_trained)
+        for layer, is_trained in zip(layers, trained, strict=True)
     ]
     return Costs(
         names=layer_names(layers),
@@ -84,10 +84,10 @@ def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
     """Whether each layer gives a gradient to its input; no encoder comes after another."""
     before = {"audio": False, "vision": False, "llm": False}
     flows = []
-    for layer, own in zip(layers, trained, strict=True):
+    for layer, is_trained in zip(layers, trained, strict=True):
         phase = layer.stream.phase
         flows.append(any(before.values()) if phase == "llm" else before[phase])
-        before[phase] = before[phase] or own
+        before[phase] = before[phase] or is_trained
     return flows
 
 
@@ -98,7 +98,8 @@ def layer_names(layers: Sequence[Layer]) -> tuple[str, ...]:
     >>> layer_names(layers_of(load_model("tiny"), Parallelism()))[1:4]
     ('vision_layer 0', 'vision_layer 1', 'vision_projector')
     """
-    counts, numbers = Counter(layer.kind for layer in layers), Counter[str]()
+    counts = Counter(layer.kind for layer in layers)
+    numbers = Counter[str]()
     names = []
     for layer in layers:
         kind = layer.kind
@@ -149,7 +150,8 @@ class _Device:
         return measure[type(operation)](operation)
 
     def _product(self, product: MatMul) -> _Times:
-        tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
+        tokens = self.tokens(product.stream)
+        weights = product.inputs * product.outputs
         width = min(product.inputs, product.outputs)
         speed = self.peak_flops_per_s * self.cluster.efficiency(width)
         flops, size = 2.0 * weights * tokens, self.training.mode.weight_bytes
@@ -161,7 +163,8 @@ class _Device:
         return _Times(forward=forward, input_grad=forward, weight_grad=added)
 
     def _attention(self, attention: Attention) -> _Times:
-        tokens, peak = self.tokens(attention.stream), self.peak_flops_per_s
+        tokens = self.tokens(attention.stream)
+        peak = self.peak_flops_per_s
         squares: IntArray = getattr(self.loads, attention.stream.phase).squares
         flops = (2.0 if attention.causal else 4.0) * attention.width * squares
         size = self.training.mode.weight_bytes
@@ -184,10 +187,11 @@ class _Device:
         )
 
     def _collective(self, collective: Collective) -> _Times:
-        tokens, tp = self.tokens(collective.stream), self.parallel.tp
+        tokens = self.tokens(collective.stream)
+        tp = self.parallel.tp
         link = self.parallel.tensor_link(self.cluster)
-        each = self.scale * collective.bytes_per_token
-        once = travel_ns(each * tokens * (tp - 1) / tp, link)
+        token_bytes = self.scale * collective.bytes_per_token
+        once = travel_ns(token_bytes * tokens * (tp - 1) / tp, link)
         times = collective.count * once
         return _Times(forward=times, input_grad=times)
 
@@ -207,23 +211,24 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     """A row of each column of `Costs`; `flows` if the gradient of the layer's input is needed."""
     times = [device.times(operation) for operation in layer.operations]
     zeros = np.zeros(len(device.loads))
-    forward = sum((each.forward for each in times), zeros)
-    through = sum((each.input_grad for each in times), zeros)
-    own = np.asarray(sum((each.weight_grad for each in times), zeros))
+    forward = sum((time.forward for time in times), zeros)
+    input_grad = sum((time.input_grad for time in times), zeros)
+    weight_grad = np.asarray(sum((time.weight_grad for time in times), zeros))
     if not flows:
         # no gradient passes the first product; those after it are needed for weight gradients
-        is_product = [isinstance(each, MatMul) for each in layer.operations]
+        is_product = [isinstance(operation, MatMul) for operation in layer.operations]
         first = is_product.index(True) if any(is_product) else len(times)
-        through = sum((each.input_grad for each in times[first + 1 :]), zeros)
-    tokens, scale = device.tokens(layer.stream), device.scale
+        input_grad = sum((time.input_grad for time in times[first + 1 :]), zeros)
+    tokens = device.tokens(layer.stream)
+    scale = device.scale
     saved = (layer.saved.trained if trained else layer.saved.frozen) * tokens
     sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)
     goes_back = trained or flows
     return {
         "forward_ns": _whole(forward),
-        "input_grad_ns": _whole(through * (trained or flows)),
-        "weight_grad_ns": _whole(own * trained),
+        "input_grad_ns": _whole(input_grad * (trained or flows)),
+        "weight_grad_ns": _whole(weight_grad * trained),
         "recompute_ns": _whole(forward * goes_back),
         "send_ns": _whole(travel_ns(sent, link)),
         "saved_bytes": _whole(saved * goes_back),

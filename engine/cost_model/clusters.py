@@ -29,14 +29,14 @@ class Cluster:
     description: str
     gpus_per_node: int
     peak_flops_per_s: float
-    """Dense, bf16."""
+    """Peak of dense products in bf16."""
     memory_bytes: int
     usable_memory_share: float
     """The rest: driver, communication buffers, fragmentation."""
     hbm_bytes_per_s: float
     hbm_efficiency: float
     nvlink_bytes_per_s: float
-    """Per GPU and direction, as `network_bytes_per_s`."""
+    """Bandwidth of a GPU in each direction, as `network_bytes_per_s`."""
     nvlink_efficiency: float
     nvlink_latency_us: float
     network_bytes_per_s: float

@@ -39,7 +39,7 @@ class Costs:
     input_grad_ns: IntArray
     """Backward pass without the weight gradients of products, which can be deferred."""
     weight_grad_ns: IntArray
-    """Those weight gradients; 0 for a frozen layer."""
+    """Time of those weight gradients; 0 for a frozen layer."""
     recompute_ns: IntArray
     """Time that recomputation of the layer adds to the backward pass."""
     send_ns: IntArray
@@ -47,12 +47,12 @@ class Costs:
     saved_bytes: IntArray
     """int64, (layers, micro_batches): live between the passes; 0 if nothing is trained."""
     kept_bytes: IntArray
-    """The same if the layer is recomputed: its input."""
+    """Bytes live between the passes if the layer is recomputed: its input."""
     working_bytes: IntArray
-    """Live only while the layer's own pass runs."""
+    """Bytes live only while the layer's own pass runs."""
     deferred_bytes: IntArray
-    """Live from the backward pass to deferred weight gradients: products' inputs, and gradients of
-    their outputs."""
+    """Bytes live from the backward pass to deferred weight gradients: products' inputs, and
+    gradients of their outputs."""
     sent_bytes: IntArray
     """Size of the layer's output, and of its gradient."""
     state_bytes: IntArray
@@ -96,7 +96,9 @@ class Costs:
     def take(self, indices: IntArray) -> "Costs":
         """The same layers for some of the micro-batches, in the order of `indices`."""
         columns = {name: getattr(self, name)[:, indices] for name in COLUMNS}
-        taken: dict[str, Any] = {name: np.ascontiguousarray(own) for name, own in columns.items()}
+        taken: dict[str, Any] = {
+            name: np.ascontiguousarray(column) for name, column in columns.items()
+        }
         return replace(self, **taken)
 
     def rows(self, indices: Sequence[int]) -> "Costs":

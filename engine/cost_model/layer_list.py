@@ -76,7 +76,9 @@ def _audio_embedding(model: ModelPreset) -> tuple[MatMul, ...]:
     """Convolutions with kernels of three frames, or of three frames and three mel bins."""
     if (shape := model.audio_encoder) is None:
         return ()
-    rule, tokens, width = model.audio, TokenStream(phase="audio"), shape.hidden_size
+    rule = model.audio
+    tokens = TokenStream(phase="audio")
+    width = shape.hidden_size
     if shape.conv_channels is None:
         frames = TokenStream(phase="audio", per_token=rule.conv_stride if rule else 2)
         first = MatMul(inputs=3 * shape.frame_values, outputs=width, stream=frames)
@@ -199,9 +201,9 @@ def _encoder(
     h = shape.hidden_size
     sent = ((sizes.stream, sizes.output_bytes), *passing)
     num_params = sum(product.inputs * product.outputs for product in products)
-    own = products[-1].stream.per_token
-    embedded = [product.inputs * product.stream.per_token / own for product in products]
-    outputs = [product.outputs * product.stream.per_token / own for product in products]
+    tokens = products[-1].stream.per_token
+    embedded = [product.inputs * product.stream.per_token / tokens for product in products]
+    outputs = [product.outputs * product.stream.per_token / tokens for product in products]
     embedding = Layer(
         kind="patch_embedding" if part == "vision" else f"{part}_embedding",
         part=part,
@@ -254,7 +256,8 @@ def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> 
 
 def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
     """Token embedding, layers, final norm and head with the loss; GPUs split the vocabulary."""
-    h, vocabulary = llm.hidden_size, sizes.run.split(llm.vocab_size)
+    h = llm.hidden_size
+    vocabulary = sizes.run.split(llm.vocab_size)
     gather = sizes.gathers(h)
     sent = ((sizes.stream, sizes.output_bytes),)
     embedding = Layer(

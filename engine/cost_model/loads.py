@@ -86,9 +86,10 @@ class Loads:
         >>> loads.vision.tokens.tolist(), loads.llm.squares.tolist()
         ([9225, 9225], [16777216, 16777216])
         """
-        each, tokens = np.ones(count, np.int64), images * vit_tokens_per_image
-        vision = PhaseLoads(tokens * each, tokens * vit_tokens_per_image * each, images * each)
-        llm = PhaseLoads(seq_len * each, seq_len**2 // samples * each, samples * each)
+        ones = np.ones(count, np.int64)
+        tokens = images * vit_tokens_per_image
+        vision = PhaseLoads(tokens * ones, tokens * vit_tokens_per_image * ones, images * ones)
+        llm = PhaseLoads(seq_len * ones, seq_len**2 // samples * ones, samples * ones)
         return cls(vision=vision, audio=PhaseLoads.nothing(count), llm=llm)
 
 

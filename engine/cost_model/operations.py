@@ -86,5 +86,5 @@ class Layer:
     input_bytes: float = 0.0
     """The input, which is kept if the layer is recomputed."""
     working_bytes: float
-    """Live only while it runs: gathered inputs, gradients of its widest activations."""
+    """Bytes live only while it runs: gathered inputs, gradients of its widest activations."""
     sent: Sent

@@ -114,10 +114,10 @@ def head_notes(model: ModelPreset, tp: int) -> list[str]:
     notes = []
     for name, encoder in (("vision", model.vit), ("audio", model.audio_encoder)):
         if encoder is not None and encoder.num_heads % tp:
-            most = -(-encoder.num_heads // tp)
+            max_heads = -(-encoder.num_heads // tp)
             notes.append(
                 f"tp {tp} does not divide the {encoder.num_heads} heads of the {name} encoder: "
-                f"planned with {most} on each GPU, for trainers that pad or split unevenly"
+                f"planned with {max_heads} on each GPU, for trainers that pad or split unevenly"
             )
     heads, kv_heads = (0, 0) if model.llm is None else (model.llm.num_heads, model.llm.num_kv_heads)
     if heads % tp or (kv_heads % tp and tp % kv_heads):

@@ -68,9 +68,18 @@ def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST
     ConfigError where one has more than `farthest` times the most tokens or squares measured of a
     phase. Below the least measured a fit ends at its constant, or at 0 without any tokens.
     """
-    _check_reach(profile.loads, loads, farthest)
-    made: dict[str, Any] = {name: _fitted(profile, name, loads) for name in COLUMNS}
-    fitted = {name: np.rint(values).astype(np.int64) for name, values in made.items()}
+    for phase in PHASES:
+        for name in ("tokens", "squares"):
+            largest = int(getattr(getattr(profile.loads, phase), name).max(initial=0))
+            asked = int(getattr(getattr(loads, phase), name).max(initial=0))
+            if asked > farthest * largest:
+                raise ConfigError(
+                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest "
+                    f"{largest:,}: fits are trusted up to {farthest:g} times that; "
+                    "measure larger micro-batches"
+                )
+    columns: dict[str, Any] = {name: _fitted(profile, name, loads) for name in COLUMNS}
+    fitted = {name: np.rint(values).astype(np.int64) for name, values in columns.items()}
     return _of_layers(profile, replace(profile.costs, **fitted))
 
 
@@ -89,9 +98,9 @@ def _of_layers(profile: Profile, kinds: Costs) -> Costs:
 def misfit(profile: Profile) -> float:
     """Largest relative error of a kind's forward plus backward time at the measured loads."""
     times = ("forward_ns", "input_grad_ns", "weight_grad_ns")
-    made = sum(_fitted(profile, name, profile.loads) for name in times)
+    predicted = sum(_fitted(profile, name, profile.loads) for name in times)
     measured = profile.costs.forward_ns + profile.costs.backward_ns
-    return float(np.abs(made / np.maximum(measured, 1) - 1)[measured > 0].max(initial=0.0))
+    return float(np.abs(predicted / np.maximum(measured, 1) - 1)[measured > 0].max(initial=0.0))
 
 
 def make_profile(
@@ -140,7 +149,8 @@ def read_profile(path: str | Path) -> Profile:
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """Plain values for JSON."""
-    costs, layers = profile.costs, zip(profile.names, profile.layers, strict=True)
+    costs = profile.costs
+    layers = zip(profile.names, profile.layers, strict=True)
     loads = profile.loads.to_lists()
     return {
         "version": VERSION,
@@ -158,8 +168,10 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 def profile_from_dict(values: dict[str, Any]) -> Profile:
     """The inverse of `profile_to_dict`."""
     if values.get("version") != VERSION:
-        found = values.get("version")
-        raise ConfigError(f"version is {found!r}; this release reads profiles of version {VERSION}")
+        version = values.get("version")
+        raise ConfigError(
+            f"version is {version!r}; this release reads profiles of version {VERSION}"
+        )
     precision = values.get("precision")
     if precision not in (None, *BYTES_OF):
         raise ConfigError(f"precision is {precision!r}; use one of {', '.join(BYTES_OF)}")
@@ -179,24 +191,12 @@ def profile_from_dict(values: dict[str, Any]) -> Profile:
     )
 
 
-def _check_reach(measured: Loads, loads: Loads, farthest: float) -> None:
-    for phase in PHASES:
-        for name in ("tokens", "squares"):
-            most = int(getattr(getattr(measured, phase), name).max(initial=0))
-            asked = int(getattr(getattr(loads, phase), name).max(initial=0))
-            if asked > farthest * most:
-                raise ConfigError(
-                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest {most:,}: "
-                    f"fits are trusted up to {farthest:g} times that; measure larger micro-batches"
-                )
-
-
 def _fitted(profile: Profile, name: str, loads: Loads) -> FloatArray:
     """A column of `Costs` for each kind, float64, (kinds, micro_batches)."""
     coefficients = _coefficients(profile)[name]
     rows = [
-        _terms(profile.loads, loads, _decides(name, phase)) @ found
-        for phase, found in zip(profile.phases, coefficients, strict=True)
+        _terms(profile.loads, loads, _decides(name, phase)) @ factors
+        for phase, factors in zip(profile.phases, coefficients, strict=True)
     ]
     return np.stack(rows)
 
@@ -226,16 +226,18 @@ def _terms(measured: Loads, loads: Loads, phases: tuple[str, ...]) -> FloatArray
 
     Features of other phases that travel along depend on those phases' tokens alone.
     """
-    own: PhaseLoads = getattr(loads, phases[0])
-    columns = [own.tokens > 0, *(getattr(loads, phase).tokens for phase in phases)]
+    load: PhaseLoads = getattr(loads, phases[0])
+    columns = [load.tokens > 0, *(getattr(loads, phase).tokens for phase in phases)]
     if len(phases) == 1:
         known: IntArray = getattr(measured, phases[0]).tokens
-        most = known.max(initial=0)
+        max_tokens = known.max(initial=0)
         # a bend below all that was measured could not be told from the constant
-        least = known[known > 0].min(initial=most)
-        bends = [bend * most for bend in BENDS]
-        steeper = ((own.tokens > bend) * (own.tokens - bend) * (bend > least) for bend in bends)
-        columns += [own.squares, *steeper]
+        min_tokens = known[known > 0].min(initial=max_tokens)
+        bends = [bend * max_tokens for bend in BENDS]
+        steeper = (
+            (load.tokens > bend) * (load.tokens - bend) * (bend > min_tokens) for bend in bends
+        )
+        columns += [load.squares, *steeper]
     return np.stack(columns, axis=1).astype(np.float64)
 
 
@@ -243,8 +245,8 @@ def _fit(terms: FloatArray, values: IntArray) -> FloatArray:
     """The coefficients, none negative, with the least sum of squared relative errors."""
     weights = 1 / np.maximum(values, 1)
     scale = np.maximum(np.abs(terms).max(axis=0, initial=0), 1)
-    found = nonnegative_least_squares(terms / scale * weights[:, np.newaxis], values * weights)
-    return np.asarray(found / scale)
+    solution = nonnegative_least_squares(terms / scale * weights[:, np.newaxis], values * weights)
+    return np.asarray(solution / scale)
 
 
 def nonnegative_least_squares(rows: FloatArray, target: FloatArray) -> FloatArray:
@@ -254,27 +256,29 @@ def nonnegative_least_squares(rows: FloatArray, target: FloatArray) -> FloatArra
     >>> nonnegative_least_squares(rows, target).round(9).tolist()
     [1.5, 0.0]
     """
-    found, free = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], np.bool_)
+    solution, free = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], np.bool_)
     for _ in range(3 * rows.shape[1]):
-        gain = np.where(free, -np.inf, rows.T @ (target - rows @ found))
+        gain = np.where(free, -np.inf, rows.T @ (target - rows @ solution))
         if gain.max(initial=0.0) <= 1e-10 * np.abs(rows.T @ target).max(initial=0.0):
             break
         free[int(gain.argmax())] = True
-        found = _shrink(rows, target, found, free)
-        free = found > 0
-    return found
+        solution = _shrink(rows, target, solution, free)
+        free = solution > 0
+    return solution
 
 
-def _shrink(rows: FloatArray, target: FloatArray, found: FloatArray, free: BoolArray) -> FloatArray:
+def _shrink(
+    rows: FloatArray, target: FloatArray, solution: FloatArray, free: BoolArray
+) -> FloatArray:
     """Move to the optimum in the free entries; entries that become 0 on the way are fixed there."""
     free = free.copy()
     while free.any():
-        aim = np.zeros_like(found)
+        aim = np.zeros_like(solution)
         aim[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
         falls = free & (aim <= 0)
         if not falls.any():
             return aim
-        step = float((found[falls] / (found[falls] - aim[falls] + 1e-300)).min())
-        found = np.where(free, found + step * (aim - found), 0.0)
-        free &= found > 1e-14
-    return found
+        step = float((solution[falls] / (solution[falls] - aim[falls] + 1e-300)).min())
+        solution = np.where(free, solution + step * (aim - solution), 0.0)
+        free &= solution > 1e-14
+    return solution

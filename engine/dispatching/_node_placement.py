@@ -7,26 +7,21 @@ Pure and deterministic: every rank computes it.
 
 In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
 the batches that its ranks need, always for the rank that sends most: the smallest example that
-covers what is above the target, else the largest. A full node swaps batches (`_node_swaps`); one
-that still sends more goes first in all later attempts, so most targets out of reach fail at the
-first node. At the end each batch that nobody needed goes to the
-node of its largest example. benchmarks/post_balancing.py has times, and the gap to a proven bound
+covers what is above the target, else the largest. A full node swaps batches with other
+nodes, or with free ones. What counts there is the excess, the sum over ranks of what they send
+above the target, and every exchange must lower it: one swap, or two of which the first alone may do
+harm. A node that still sends more goes first in all later attempts, so most targets out of reach
+fail at the first node. At the end each batch that nobody needed goes to the node of its largest
+example. benchmarks/post_balancing.py has times, and the gap to a proven bound
 (an integer program for one node alone).
 """
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
 from isobatch.common.types import IntArray
-from isobatch.engine.dispatching._node_swaps import (
-    FREE,
-    Placement,
-    StepExamples,
-    improve,
-    node_sends,
-    place,
-    shares,
-)
 from isobatch.engine.dispatching.post_balancing import as_batches
 
 PRECISION = 256
@@ -37,6 +32,34 @@ MAX_SWAPS = 32
 """Exchanges of batches in one attempt at most, to bound the time: some 20 us each, usually few."""
 REACH = 8
 """Exchanges are worth trying up to 1/8 above the target."""
+FREE = -1
+"""Node of a batch that has none yet."""
+WIDTH = 8
+"""First swaps after which a second one is tried when no single swap helps."""
+
+
+class StepExamples(NamedTuple):
+    """The examples of a step, rank after rank, and which of them form each batch."""
+
+    lengths: IntArray
+    batches: IntArray
+    offsets: IntArray
+    """Rank r holds the examples from `offsets[r]` to `offsets[r + 1]`."""
+    batch_starts: IntArray
+    """Batch b is `by_batch[batch_starts[b]:batch_starts[b + 1]]`."""
+    by_batch: IntArray
+    """Ascending inside a batch."""
+
+
+class Placement(NamedTuple):
+    """A node for each batch, or FREE."""
+
+    node_of: IntArray
+    members: IntArray
+    """Batches of each node, (num_nodes, ranks_per_node): the first `taken` of a row."""
+    taken: IntArray
+    sends: IntArray
+    """Tokens that each rank sends to other nodes if free batches go elsewhere."""
 
 
 def place_batches(
@@ -54,10 +77,24 @@ def place_batches(
     >>> place_batches(lengths, batches, np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
     array([1, 2, 0, 3])
     """
-    given = (lengths, batches, source_offsets)
-    lengths, batches, source_offsets = (np.ascontiguousarray(each, np.int64) for each in given)
+    lengths = np.ascontiguousarray(lengths, np.int64)
+    batches = np.ascontiguousarray(batches, np.int64)
+    source_offsets = np.ascontiguousarray(source_offsets, np.int64)
     num_ranks = len(source_offsets) - 1
-    _check(lengths, batches, source_offsets, ranks_per_node)
+    if ranks_per_node < 1 or num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
+    equal = len(lengths) == len(batches) == source_offsets[-1]
+    if not equal or source_offsets[0] != 0 or (np.diff(source_offsets) < 0).any():
+        raise ValueError(
+            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {source_offsets[0]} to"
+            f" {source_offsets[-1]}; give one of each per example, and ascending offsets from 0"
+        )
+    in_range = not len(batches) or 0 <= batches.min() <= batches.max() < num_ranks
+    if not in_range or lengths.min(initial=0) < 0:
+        raise ValueError(
+            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
+            f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
+        )
     if len(lengths) == 0:
         return np.arange(num_ranks)
     ranks_per_node = min(ranks_per_node, num_ranks)
@@ -67,29 +104,11 @@ def place_batches(
     loads = np.diff(np.concatenate([[0], np.cumsum(lengths)])[source_offsets])
     heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
     # batches that ranks need, then all others, then the ranks inside each node
-    found, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
-    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, found)
+    placement, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
+    _smallest_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, placement)
     node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
-    _fill(step, found, np.repeat(node_of_rank, np.diff(source_offsets)))
-    return np.asarray(_ranks_inside(step, found), dtype=np.int64)
-
-
-def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
-    num_ranks = len(offsets) - 1
-    if ranks_per_node < 1 or num_ranks < 1:
-        raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
-    equal = len(lengths) == len(batches) == offsets[-1]
-    if not equal or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(
-            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to"
-            f" {offsets[-1]}; give one of each per example, and ascending offsets from 0"
-        )
-    in_range = not len(batches) or 0 <= batches.min() <= batches.max() < num_ranks
-    if not in_range or lengths.min(initial=0) < 0:
-        raise ValueError(
-            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
-            f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
-        )
+    _fill(step, placement, np.repeat(node_of_rank, np.diff(source_offsets)))
+    return np.asarray(_ranks_inside(step, placement), dtype=np.int64)
 
 
 def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
@@ -100,8 +119,8 @@ def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
 
 
 @numba.njit(cache=True)
-def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-def]
-    """Bisect the target; sets `found` to the placement of the least one that was reached.
+def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untyped-def]
+    """Bisect the target; sets `best` to the placement of the smallest one that was reached.
 
     Most of its batches may be free. Targets are tried on `draft`, at first in the order `nodes`.
     """
@@ -114,8 +133,8 @@ def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-
                 failed = _cover(step, draft, loads, nodes, target)
         if failed < 0:
             high = draft.sends.max()
-            found.node_of[:], found.members[:] = draft.node_of, draft.members
-            found.taken[:], found.sends[:] = draft.taken, draft.sends
+            best.node_of[:], best.members[:] = draft.node_of, draft.members
+            best.taken[:], best.sends[:] = draft.taken, draft.sends
         else:
             low = target + 1
 
@@ -143,7 +162,7 @@ def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-de
 @numba.njit(cache=True)
 def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def]
     """Give a node batches until no rank sends more than `target`; -> swaps left, -1 if stuck."""
-    first, sends = node_sends(placement, node)
+    first, sends = _node_sends(placement, node)
     while True:
         rank = first + sends.argmax()
         need = sends.max() - target
@@ -153,9 +172,9 @@ def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def
         if placement.taken[node] < len(sends):
             example = _smallest_cover(step, placement, rank, need)
         if example >= 0:
-            place(step, placement, step.batches[example], node, placement.taken[node])
+            _place(step, placement, step.batches[example], node, placement.taken[node])
             placement.taken[node] += 1
-        elif swaps > 0 and need <= target // REACH and improve(step, placement, rank, target):
+        elif swaps > 0 and need <= target // REACH and _improve(step, placement, rank, target):
             swaps -= 1
         else:
             return -1
@@ -181,22 +200,22 @@ def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
     """
     slots = np.full(len(placement.taken), placement.members.shape[1])
     slots[-1] -= placement.members.size - len(placement.sends)
-    left, any_node = slots - placement.taken, 0
+    free_slots, any_node = slots - placement.taken, 0
     for batch in range(len(placement.node_of)):
         if placement.node_of[batch] >= 0:
             continue
         best, tokens = -1, np.int64(-1)
         for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
             node = nodes[example]
-            if step.lengths[example] > tokens and left[node] > 0:
+            if step.lengths[example] > tokens and free_slots[node] > 0:
                 best, tokens = node, step.lengths[example]
         if best < 0:
-            while left[any_node] == 0:
+            while free_slots[any_node] == 0:
                 any_node += 1
             best = any_node
         placement.node_of[batch], placement.members[best, placement.taken[best]] = best, batch
         placement.taken[best] += 1
-        left[best] -= 1
+        free_slots[best] -= 1
 
 
 @numba.njit(cache=True)
@@ -204,16 +223,170 @@ def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
     """Rank of each batch: per node the (slot, rank) with most tokens first, ties to the lowest."""
     ranks_per_node = placement.members.shape[1]
     ranks = np.empty(len(placement.node_of), np.int64)
-    # (slot, rank in node); -1 when given
+    # (slot, rank in node); -1 when assigned
     held = np.empty((ranks_per_node, ranks_per_node), np.int64)
     for node in range(len(placement.members)):
-        first, sends = node_sends(placement, node)
+        first, sends = _node_sends(placement, node)
         held[:] = -1
         for slot in range(len(sends)):
-            shares(step, placement.members[node, slot], first, held[slot, : len(sends)])
+            _shares(step, placement.members[node, slot], first, held[slot, : len(sends)])
         for _ in range(len(sends)):
             best = held.argmax()
             slot, local = best // ranks_per_node, best % ranks_per_node
             ranks[placement.members[node, slot]] = first + local
             held[slot, :], held[:, local] = -1, -1
     return ranks
+
+
+@numba.njit(cache=True)
+def _node_sends(placement, node):  # type: ignore[no-untyped-def]
+    """First rank of a node, and a view of what its ranks send; the last node may be smaller."""
+    first = node * placement.members.shape[1]
+    return first, placement.sends[first : first + placement.members.shape[1]]
+
+
+@numba.njit(cache=True)
+def _place(step, placement, batch, node, slot):  # type: ignore[no-untyped-def]
+    """Give a free batch to a node."""
+    placement.node_of[batch], placement.members[node, slot] = node, batch
+    first, sends = _node_sends(placement, node)
+    _add_shares(step, batch, first, -1, sends)
+
+
+@numba.njit(cache=True)
+def _release(step, placement, batch):  # type: ignore[no-untyped-def]
+    """Make a batch free; -> the node and the slot that it had, FREE and 0 if it was."""
+    node, slot = placement.node_of[batch], 0
+    if node >= 0:
+        while placement.members[node, slot] != batch:
+            slot += 1
+        placement.node_of[batch] = FREE
+        first, sends = _node_sends(placement, node)
+        _add_shares(step, batch, first, 1, sends)
+    return node, slot
+
+
+@numba.njit(cache=True)
+def _swap(step, placement, out, batch):  # type: ignore[no-untyped-def]
+    """Put `batch` in the slot of `out`, and `out` in the slot of `batch` if it had one."""
+    node, slot = _release(step, placement, out)
+    other, other_slot = _release(step, placement, batch)
+    _place(step, placement, batch, node, slot)
+    if other >= 0:
+        _place(step, placement, out, other, other_slot)
+
+
+@numba.njit(cache=True)
+def _shares(step, batch, first, held):  # type: ignore[no-untyped-def]
+    """Set `held` to the tokens of `batch` that each of the ranks from `first` on holds."""
+    held[:] = 0
+    _add_shares(step, batch, first, 1, held)
+
+
+@numba.njit(cache=True)
+def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-def]
+    """Add to `totals`, `sign` times, the tokens of `batch` on each rank from `first` on."""
+    examples = step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]
+    start, stop = step.offsets[first], step.offsets[first + len(totals)]
+    local = 0
+    for example in examples[np.searchsorted(examples, start) :]:
+        if example >= stop:
+            break
+        while example >= step.offsets[first + local + 1]:
+            local += 1
+        totals[local] += sign * step.lengths[example]
+
+
+@numba.njit(cache=True)
+def _improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
+    """Make a swap that lowers the excess and lets `rank` send less, or two swaps; -> found."""
+    min_gains = np.full(WIDTH, np.iinfo(np.int64).min)
+    gains, outs, ins = _best_swaps(step, placement, rank, target, min_gains)
+    if gains[0] > 0:
+        _swap(step, placement, outs[0], ins[0])
+        return True
+    # a swap that may do harm, then one that makes up for it; else undo the first
+    for at in range((ins >= 0).sum()):
+        nodes = (placement.node_of[outs[at]], placement.node_of[ins[at]])
+        _swap(step, placement, outs[at], ins[at])
+        for node in nodes:
+            if node >= 0 and _repair(step, placement, node, target, gains[at]):
+                return True
+        _swap(step, placement, ins[at], outs[at])
+    return False
+
+
+@numba.njit(cache=True)
+def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def]
+    """Make a swap for a rank of `node` that gains more than the last, of `gain`, lost; -> found."""
+    first, sends = _node_sends(placement, node)
+    for local in range(len(sends)):
+        if sends[local] > target:
+            min_gains = np.full(1, -gain)
+            _, outs, ins = _best_swaps(step, placement, first + local, target, min_gains)
+            if ins[0] >= 0:
+                _swap(step, placement, outs[0], ins[0])
+                return True
+    return False
+
+
+@numba.njit(cache=True)
+def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untyped-def]
+    """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, outs, ins).
+
+    A swap's gain, maybe negative, is by how much it lowers the excess over `target` of both nodes.
+    As many as `gains` is long, best first: batches given and taken, -1 where there are fewer.
+    """
+    ranks_per_node = placement.members.shape[1]
+    node, local = rank // ranks_per_node, rank % ranks_per_node
+    outs, ins = np.full(len(gains), -1), np.full(len(gains), -1)
+    first, sends = _node_sends(placement, node)
+    # what each rank of the node holds of the node's batches
+    held = np.empty((placement.taken[node], len(sends)), np.int64)  # (slot, rank in node)
+    for slot in range(len(held)):
+        _shares(step, placement.members[node, slot], first, held[slot])
+    incoming = np.empty(len(sends), np.int64)
+    leaving, returned = np.empty(ranks_per_node, np.int64), np.empty(ranks_per_node, np.int64)
+    seen = np.zeros(len(placement.node_of), np.bool_)
+    # batches of which `rank` holds something, for each of the node's own
+    for batch in step.batches[step.offsets[rank] : step.offsets[rank + 1]]:
+        other = placement.node_of[batch]
+        if other == node or seen[batch]:
+            continue
+        seen[batch] = True
+        _shares(step, batch, first, incoming)
+        for slot in range(len(held)):
+            if incoming[local] <= held[slot, local]:
+                continue
+            out = placement.members[node, slot]
+            gain = _gain(sends, held[slot], incoming, target)
+            # the other node rarely gains anything: last, because it is expensive
+            if gain > gains[-1] and other >= 0:
+                other_first, other_sends = _node_sends(placement, other)
+                _shares(step, batch, other_first, leaving[: len(other_sends)])
+                _shares(step, out, other_first, returned[: len(other_sends)])
+                gain += _gain(other_sends, leaving, returned, target)
+            if gain > gains[-1]:
+                _insert((gains, outs, ins), gain, out, batch)
+    return gains, outs, ins
+
+
+@numba.njit(cache=True)
+def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
+    """Put a swap at its place among the best, after equal ones; the last drops out."""
+    gains, outs, ins = best
+    at = len(gains) - 1
+    while at > 0 and gains[at - 1] < gain:
+        gains[at], outs[at], ins[at] = gains[at - 1], outs[at - 1], ins[at - 1]
+        at -= 1
+    gains[at], outs[at], ins[at] = gain, out, batch
+
+
+@numba.njit(cache=True)
+def _gain(sends, received, sent, target):  # type: ignore[no-untyped-def]
+    """By how much a node's excess over `target` falls when its ranks give and take these tokens."""
+    gain = np.int64(0)
+    for local in range(len(sends)):
+        after = sends[local] + received[local] - sent[local]
+        gain += max(0, sends[local] - target) - max(0, after - target)
+    return gain

@@ -42,7 +42,7 @@ class Permutation:
     source_offsets: IntArray
     """Rank r holds the places `source_offsets[r]:source_offsets[r + 1]` of the source layout."""
     target_offsets: IntArray
-    """The same for the target layout."""
+    """Places of each rank in the target layout, likewise."""
 
     def __post_init__(self) -> None:
         source, target, num_examples = self.source_offsets, self.target_offsets, len(self.order)
@@ -151,10 +151,13 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     >>> from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3])).order.tolist()
     [1, 0, 2]
     """
-    num_ranks, target_ranks = len(source_offsets) - 1, np.asarray(target_ranks, dtype=np.int64)
+    num_ranks = len(source_offsets) - 1
+    target_ranks = np.asarray(target_ranks, dtype=np.int64)
     if len(target_ranks) and not (target_ranks.min() >= 0 and target_ranks.max() < num_ranks):
-        found = f"{target_ranks.min()} to {target_ranks.max()}"
-        raise ValueError(f"target ranks {found}; must be 0 to {num_ranks - 1}")
+        raise ValueError(
+            f"target ranks {target_ranks.min()} to {target_ranks.max()}; "
+            f"must be 0 to {num_ranks - 1}"
+        )
     batches = as_batches(target_ranks, num_ranks)
     return Permutation(batches.samples, np.asarray(source_offsets, dtype=np.int64), batches.offsets)
 

@@ -50,7 +50,8 @@ class DispatchOptions:
     algorithms: Mapping[str, Algorithm] = field(
         default_factory=lambda: {"vision": "sums", "audio": "padded", "llm": "sums"}
     )
-    """By phase. Other encoders work on the LLM's rank; the LLM, if missing, where drawn."""
+    """Algorithm by phase. Encoders without one work on the LLM's rank; the LLM without one, where
+    examples were drawn."""
     padded: frozenset[str] = frozenset({"audio"})
     """Phases that pad a batch to its longest example: convolutions in Whisper's encoder."""
     square_weights: Mapping[str, float] = field(default_factory=dict)
@@ -66,8 +67,8 @@ class DispatchOptions:
         for name in (*self.algorithms, *self.padded, *self.square_weights):
             if name not in PHASES:
                 raise ConfigError(f"there is no phase {name!r}; use {', '.join(PHASES)}")
-        least = min(self.tolerance, *self.square_weights.values(), 0)
-        if self.ranks_per_node < 1 or least < 0:
+        smallest = min(self.tolerance, *self.square_weights.values(), 0)
+        if self.ranks_per_node < 1 or smallest < 0:
             raise ConfigError(
                 f"ranks_per_node {self.ranks_per_node}, tolerance {self.tolerance}, square_weights "
                 f"{dict(self.square_weights)}: give at least one rank, and nothing below 0"
@@ -79,11 +80,11 @@ class Examples:
     """The examples that all ranks drew for a step, rank after rank; int64, (examples,)."""
 
     lengths: Mapping[str, IntArray]
-    """By phase: tokens of the encoder, or of the LLM's whole interleaved sequence."""
+    """Tokens by phase: of the encoder, or of the LLM's whole interleaved sequence."""
     squares: Mapping[str, IntArray]
-    """By phase: sum of squared lengths of what attends together."""
+    """Sums of squared lengths of what attends together, by phase."""
     features: Mapping[str, IntArray]
-    """By encoder: its tokens in the LLM."""
+    """Tokens in the LLM, by encoder."""
     offsets: IntArray
     """(ranks + 1,): rank r drew the examples `offsets[r]:offsets[r + 1]`."""
 
@@ -117,9 +118,9 @@ class PhasePlan:
     ranks: IntArray
     """Rank that works on each of them."""
     moved: Permutation
-    """From the ranks that drew these examples: Pi_E, for the LLM Pi_M."""
+    """Permutation from the ranks that drew these examples: Pi_E, for the LLM Pi_M."""
     features: Permutation
-    """From this phase to the LLM: Pi_M o Pi_E^-1; the identity for the LLM."""
+    """Permutation from this phase to the LLM: Pi_M o Pi_E^-1; the identity for the LLM."""
     drawn: PhaseLoads
     """(ranks,): loads as drawn, with padding."""
     balanced: PhaseLoads
@@ -136,9 +137,9 @@ class DispatchPlan:
 
     def batches(self, phase: str) -> Groups:
         """The examples of each rank in a phase, a group per rank, in the order of drawing."""
-        own = self.phases[phase]
-        batches = as_batches(own.ranks, self.examples.num_ranks)
-        return Groups(own.examples[batches.samples], batches.offsets)
+        part = self.phases[phase]
+        batches = as_batches(part.ranks, self.examples.num_ranks)
+        return Groups(part.examples[batches.samples], batches.offsets)
 
 
 def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) -> DispatchPlan:
@@ -147,7 +148,22 @@ def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) ->
     named = [phase for phase in PHASES if phase in options.algorithms]
     batches = {phase: _batches(examples, options, phase) for phase in named}
     ranks = _ranks(examples, options, batches)
-    phases = {phase: _phase(examples, options, phase, ranks) for phase in PHASES}
+    phases = {}
+    for phase in PHASES:
+        indices = _having(examples, phase)
+        offsets = np.searchsorted(indices, examples.offsets)
+        moved = from_assignment(ranks[phase][indices], offsets)
+        to_llm = from_assignment(ranks["llm"][indices], offsets)
+        planned = as_batches(ranks[phase][indices], examples.num_ranks)
+        planned = Groups(indices[planned.samples], planned.offsets)
+        phases[phase] = PhasePlan(
+            examples=indices,
+            ranks=ranks[phase][indices],
+            moved=moved,
+            features=moved.inverse().then(to_llm),
+            drawn=_loads(Groups(indices, offsets), examples, phase, options),
+            balanced=_loads(planned, examples, phase, options),
+        )
     return DispatchPlan(examples=examples, options=options, phases=phases)
 
 
@@ -160,8 +176,9 @@ def _having(examples: Examples, phase: str) -> IntArray:
 
 def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArray:
     """Batch of each example of the phase, by the phase's algorithm."""
-    own, count = _having(examples, phase), examples.num_ranks
-    lengths, squares = examples.lengths[phase][own], examples.squares[phase][own]
+    indices = _having(examples, phase)
+    count = examples.num_ranks
+    lengths, squares = examples.lengths[phase][indices], examples.squares[phase][indices]
     weight = options.square_weights.get(phase, 0.0)
     algorithm = options.algorithms[phase]
     if algorithm == "sums":
@@ -193,10 +210,10 @@ def _ranks(
     ranks = dict.fromkeys(PHASES, llm)
     for phase in ENCODERS:
         if phase in batches:
-            own = _having(examples, phase)
-            sizes, near = weights[phase][own], sources[own]
+            indices = _having(examples, phase)
+            sizes, near = weights[phase][indices], sources[indices]
             ranks[phase] = sources.copy()
-            ranks[phase][own] = _place(options, sizes, batches[phase], near, examples.num_ranks)
+            ranks[phase][indices] = _place(options, sizes, batches[phase], near, examples.num_ranks)
     return ranks
 
 
@@ -213,31 +230,12 @@ def _place(
     return placed[batches]
 
 
-def _phase(
-    examples: Examples, options: DispatchOptions, phase: str, ranks: Mapping[str, IntArray]
-) -> PhasePlan:
-    own = _having(examples, phase)
-    offsets = np.searchsorted(own, examples.offsets)
-    moved = from_assignment(ranks[phase][own], offsets)
-    to_llm = from_assignment(ranks["llm"][own], offsets)
-    drawn = Groups(own, offsets)
-    planned = as_batches(ranks[phase][own], examples.num_ranks)
-    return PhasePlan(
-        examples=own,
-        ranks=ranks[phase][own],
-        moved=moved,
-        features=moved.inverse().then(to_llm),
-        drawn=_loads(drawn, examples, phase, options),
-        balanced=_loads(Groups(own[planned.samples], planned.offsets), examples, phase, options),
-    )
-
-
 def _loads(batches: Groups, examples: Examples, phase: str, options: DispatchOptions) -> PhaseLoads:
     """Loads of each rank's batch; in a padded phase every example counts as the longest."""
     lengths, sizes = examples.lengths[phase], batches.sizes
     if phase in options.padded:
-        most = longest(batches, lengths)
-        return PhaseLoads(sizes * most, sizes * most**2, sizes)
+        max_lengths = longest(batches, lengths)
+        return PhaseLoads(sizes * max_lengths, sizes * max_lengths**2, sizes)
     return PhaseLoads(batches.sum(lengths), batches.sum(examples.squares[phase]), sizes)
 
 
@@ -265,9 +263,10 @@ class DispatchedSteps:
 
     def _round(self, samples: StepRequest, number: int) -> tuple[IntArray, DispatchPlan]:
         """(numbers of the samples, their plan)."""
-        own = np.arange(samples.dp) * samples.micro_batches + number
-        groups = Groups(np.arange(len(samples)), samples.offsets).take(own)
-        counts, downsample = samples.counts.take(groups.samples), self.audio_downsample
+        group_numbers = np.arange(samples.dp) * samples.micro_batches + number
+        groups = Groups(np.arange(len(samples)), samples.offsets).take(group_numbers)
+        counts = samples.counts.take(groups.samples)
+        downsample = self.audio_downsample
         examples = Examples.of_counts(counts, groups.offsets, audio_downsample=downsample)
         return groups.samples, plan_dispatch(examples, replace(self.options, reads_directly=True))
 
@@ -277,8 +276,8 @@ def _of_ranks(
 ) -> tuple[Groups, ...]:
     """Each rank's batches of all rounds."""
     batches = [(numbers, plan.batches(phase)) for numbers, plan in rounds]
-    made = []
+    batches_of_ranks = []
     for rank in range(num_ranks):
-        parts = [numbers[own[rank]] for numbers, own in batches]
-        made.append(Groups(np.concatenate(parts), np.cumsum([0, *map(len, parts)])))
-    return tuple(made)
+        parts = [numbers[examples[rank]] for numbers, examples in batches]
+        batches_of_ranks.append(Groups(np.concatenate(parts), np.cumsum([0, *map(len, parts)])))
+    return tuple(batches_of_ranks)

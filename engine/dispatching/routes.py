@@ -40,7 +40,7 @@ class PlannedRoutes:
     def rounds(self) -> tuple[dict[str, Route], ...]:
         """This rank's route by encoder in each round; a planner need not know its own rank."""
         return tuple(
-            {name: rank_route(own[number], self.rank) for name, own in self.moves.items()}
+            {name: rank_route(moves[number], self.rank) for name, moves in self.moves.items()}
             for number in range(self.num_rounds)
         )
 
@@ -69,9 +69,11 @@ def feature_moves(
         raise ConfigError(
             f"ranks and encoders have {sorted(rounds)} batches in one step; give all equally many"
         )
-    numbers, users = range(max(rounds)), work.micro_batches
     return {
-        name: tuple(_move(makers, users, features[name], number) for number in numbers)
+        name: tuple(
+            _move(makers, work.micro_batches, features[name], number)
+            for number in range(max(rounds))
+        )
         for name, makers in work.encoders.items()
     }
 
@@ -90,16 +92,16 @@ def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes,
 def rank_route(move: FeatureMove, rank: int) -> Route:
     """`move.examples.expand(move.features).exchange(rank)`, without other ranks' tokens."""
     examples, features = move.examples, move.features
-    own = examples.exchange(rank)
+    exchange = examples.exchange(rank)
     sent = features[examples.source_offsets[rank] : examples.source_offsets[rank + 1]]
     targets = examples.target_offsets
     received = features[examples.order[targets[rank] : targets[rank + 1]]]
     return Route(
         tokens=Exchange(
-            send_places=_tokens(sent, own.send_places),
-            send_counts=_sums(sent[own.send_places], own.send_counts),
-            receive_counts=_sums(received[own.receive_places], own.receive_counts),
-            receive_places=_tokens(received, own.receive_places),
+            send_places=_tokens(sent, exchange.send_places),
+            send_counts=_sums(sent[exchange.send_places], exchange.send_counts),
+            receive_counts=_sums(received[exchange.receive_places], exchange.receive_counts),
+            receive_places=_tokens(received, exchange.receive_places),
         ),
         travels=bool((examples.source_ranks != examples.target_ranks).any()),
     )
@@ -108,18 +110,18 @@ def rank_route(move: FeatureMove, rank: int) -> Route:
 def _move(
     makers: Sequence[Groups], users: Sequence[Groups], features: IntArray, number: int
 ) -> FeatureMove:
-    made, source_offsets = _layout(makers, features, number)
+    encoded, source_offsets = _layout(makers, features, number)
     used, target_offsets = _layout(users, features, number)
-    elsewhere = np.setxor1d(made, used)
+    elsewhere = np.setxor1d(encoded, used)
     if len(elsewhere):
         raise ConfigError(
             f"sample {elsewhere[0]} of the step is not encoded in the round that uses it (round "
             f"{number}); plan both in one round, as DispatchedSteps does"
         )
-    sorter = np.argsort(made)
-    order = sorter[np.searchsorted(made, used, sorter=sorter)]
+    sorter = np.argsort(encoded)
+    order = sorter[np.searchsorted(encoded, used, sorter=sorter)]
     return FeatureMove(
-        examples=Permutation(order, source_offsets, target_offsets), features=features[made]
+        examples=Permutation(order, source_offsets, target_offsets), features=features[encoded]
     )
 
 

@@ -147,19 +147,23 @@ class _Adaptation:
     def try_out(self, recompute: BoolArray) -> tuple[int, ...]:
         """Run; -> stages that ran out of memory."""
         try:
-            left = np.asarray(self.run(recompute))
+            left_bytes = np.asarray(self.run(recompute))
         except OutOfMemory as error:
             self.trials.append(Trial(recompute=recompute, left_bytes=None, ran_out=error.stages))
             return error.stages
-        self.trials.append(Trial(recompute=recompute, left_bytes=left))
+        self.trials.append(Trial(recompute=recompute, left_bytes=left_bytes))
         return ()
 
     def recompute_all(self) -> None:
         """Step 1."""
         failed = self.try_out(np.ones(len(self.kind_of), np.bool_))
-        left = self.trials[0].left_bytes
-        if left is None or not self.is_enough(self.trials[0]):
-            short = failed if left is None else np.flatnonzero(left < self.reserve_bytes).tolist()
+        left_bytes = self.trials[0].left_bytes
+        if left_bytes is None or not self.is_enough(self.trials[0]):
+            short = (
+                failed
+                if left_bytes is None
+                else np.flatnonzero(left_bytes < self.reserve_bytes).tolist()
+            )
             raise InfeasiblePlan(
                 f"stages {list(short)} run out of memory with every layer recomputed and "
                 f"{self.reserve_bytes} bytes in reserve: use smaller micro-batches, or more stages "
@@ -184,21 +188,23 @@ class _Adaptation:
         if not self.is_known.any():
             return
         # (runs, stages, kinds), (runs, stages)
-        off, left = (np.stack(arrays) for arrays in zip(*self.finished(), strict=True))
-        less, known = left[0] - left, np.flatnonzero(self.is_known)
+        off, left_bytes = (np.stack(arrays) for arrays in zip(*self.finished(), strict=True))
+        less = left_bytes[0] - left_bytes
+        known = np.flatnonzero(self.is_known)
         holds = (off * self.in_flight[:, np.newaxis])[:, :, known].reshape(-1, len(known))
         self.held[known] = np.maximum(np.linalg.lstsq(holds, less.ravel(), rcond=None)[0], 0.0)
 
     def finished(self) -> list[tuple[IntArray, IntArray]]:
         """(layers not recomputed, left_bytes) of the runs that did not run out of memory."""
         pairs = ((self.count(~trial.recompute), trial.left_bytes) for trial in self.trials)
-        return [(off, left) for off, left in pairs if left is not None]
+        return [(off, left_bytes) for off, left_bytes in pairs if left_bytes is not None]
 
     def estimate(self) -> BoolArray:
         """Step 4: the choice of least time that should fit into each stage."""
         off = np.zeros_like(self.sizes)
         for stage, size in enumerate(self.sizes):
-            able, held = np.where(self.is_known, size, 0), self.held * self.in_flight[stage]
+            able = np.where(self.is_known, size, 0)
+            held = self.held * self.in_flight[stage]
             off[stage] = _most_saved(able, held, self.each_ns, self.free_bytes(stage))
         return self.layers(off)
 
@@ -245,15 +251,20 @@ class _Adaptation:
         at most half the way back to what fitted.
         """
         held = self.held * self.in_flight[stage]
-        ran = [(float(off[stage] @ held), int(left[stage])) for off, left in self.finished()]
-        used, left = max(ran)
-        free = used + left - self.reserve_bytes
+        ran = [
+            (float(off[stage] @ held), int(left_bytes[stage]))
+            for off, left_bytes in self.finished()
+        ]
+        used, unused = max(ran)
+        free = used + unused - self.reserve_bytes
         if not self.too_much[stage]:
             return free
-        least = min(float(off @ held) for off in self.too_much[stage])
-        good = max((used for used, _ in ran if used < least), default=0.0)
-        layer = held[(self.sizes[stage] > 0) & (held > 0)].min(initial=least)
-        return min(free, max(least - len(self.too_much[stage]) * float(layer), (good + least) / 2))
+        failed = min(float(off @ held) for off in self.too_much[stage])
+        good = max((used for used, _ in ran if used < failed), default=0.0)
+        layer = held[(self.sizes[stage] > 0) & (held > 0)].min(initial=failed)
+        return min(
+            free, max(failed - len(self.too_much[stage]) * float(layer), (good + failed) / 2)
+        )
 
     def test(self, recompute: BoolArray) -> None:
         """Step 4: run a choice, and learn from it."""
@@ -274,7 +285,7 @@ def _most_saved(sizes: IntArray, held: FloatArray, each_ns: IntArray, free: floa
     """Layers of each kind not to recompute, (kinds,): most time saved that holds at most `free`."""
     order = np.argsort(sizes, kind="stable")
     last, others = order[-1], order[:-1]
-    best, most = np.zeros_like(sizes), (-1.0, 0.0)
+    best, best_saved = np.zeros_like(sizes), (-1.0, 0.0)
     for counts in itertools.product(*(range(size + 1) for size in sizes[others])):
         off = np.zeros_like(sizes)
         off[others] = counts
@@ -283,6 +294,6 @@ def _most_saved(sizes: IntArray, held: FloatArray, each_ns: IntArray, free: floa
             most_last = sizes[last] if held[last] <= 0 else int(rest / held[last])
             off[last] = min(sizes[last], most_last)
             saved = float(off @ each_ns), -float(off @ held)
-            if saved > most:
-                most, best = saved, off
+            if saved > best_saved:
+                best_saved, best = saved, off
     return best

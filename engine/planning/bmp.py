@@ -32,7 +32,7 @@ RADIUS = 3
 MOST_RUN = 12
 """Number of candidates that are run: 10 to 15 (OmniBal 5.2)."""
 TIGHT_RADIUS = 8
-"""The same where the anchor must recompute. With 3, steps are up to 8 % slower than the fastest;
+"""Distance where the anchor must recompute. With 3, steps are up to 8 % slower than the fastest;
 with 8 up to 3 % (GPipe; .8 % otherwise).
 """
 
@@ -40,7 +40,7 @@ Extra = Callable[[int, int, int], float]
 """(stage, first layer, end) -> recomputation, ms of a mean micro-batch; infinite if none fits."""
 
 _Beginnings = dict[int, list[tuple[float, tuple[int, ...]]]]
-"""By its last border, the best beginnings of a partition: (metric, borders)."""
+"""Best beginnings of a partition, by their last border: (metric, borders)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class BmpResult:
 
     anchor: IntArray
     candidates: tuple[PartitionCandidate, ...]
-    """By rank, the anchor included."""
+    """Candidates by rank, the anchor included."""
     best: PartitionCandidate
 
 
@@ -84,10 +84,11 @@ def search_bmp(
     `step_ns`: time of a step with these borders. InfeasiblePlan only if it raises that for all.
     """
     anchor = greedy_anchor(costs, num_stages)
-    candidates = rank_candidates(costs, anchor, radius=radius, most=most_run, extra=extra)
+    candidates = rank_candidates(costs, anchor, radius=radius, max_count=most_run, extra=extra)
     if not any(np.array_equal(one.borders, anchor) for one in candidates):
         candidates.append(candidate(costs, anchor, extra))
-    done, failure = [], None
+    done = []
+    failure = None
     for one in candidates:
         try:
             time = step_ns(one.borders)
@@ -106,16 +107,17 @@ def search_bmp_within(costs: Costs, schedule: Schedule, memory_bytes: int) -> Bm
 
     Where ranks have several stages, which share a memory, the ranking ignores recomputation.
     """
-    num_stages, step_ns = schedule.num_stages, fitted_step(costs, schedule, memory_bytes)
+    num_stages = schedule.num_stages
+    step_ns = fitted_step(costs, schedule, memory_bytes)
     chooser = RecomputeChooser(costs, schedule, memory_bytes)
-    chosen = chooser.least(greedy_anchor(costs, num_stages))
+    chosen = chooser.choose(greedy_anchor(costs, num_stages))
     if num_stages > schedule.num_ranks or (chosen is not None and not chosen.any()):
         return search_bmp(costs, num_stages, step_ns)
     layer_ms = costs.recompute_ns.mean(axis=1) / NS_PER_MS
 
     def extra(stage: int, start: int, end: int) -> float:
-        own = chooser.least_of_rank(stage, np.array([start]), np.array([end]))
-        return math.inf if own is None else float(layer_ms[own].sum())
+        layers = chooser.choose_for_rank(stage, np.array([start]), np.array([end]))
+        return math.inf if layers is None else float(layer_ms[layers].sum())
 
     return search_bmp(costs, num_stages, step_ns, radius=TIGHT_RADIUS, extra=extra)
 
@@ -151,39 +153,40 @@ def candidate(costs: Costs, borders: IntArray, extra: Extra | None = None) -> Pa
 
 
 def rank_candidates(
-    costs: Costs, anchor: IntArray, *, radius: int, most: int, extra: Extra | None = None
+    costs: Costs, anchor: IntArray, *, radius: int, max_count: int, extra: Extra | None = None
 ) -> list[PartitionCandidate]:
-    """The `most` partitions of least metric with inner borders within `radius` of the anchor's.
+    """Partitions of least metric with inner borders within `radius` of the anchor's.
 
-    Best first; ties in lexicographic order of the borders. O(stages radius^2 most). None with a
-    stage of infinite `extra`.
+    At most `max_count`, best first; ties in lexicographic order of the borders. None with a stage
+    of infinite `extra`. O(stages radius^2 max_count).
     """
-    if radius < 0 or most < 1:
+    if radius < 0 or max_count < 1:
         raise ConfigError(
-            f"radius {radius}, {most} candidates; give a radius of 0 or more, a candidate or more"
+            f"radius {radius}, {max_count} candidates; give a radius of 0 or more, a candidate or"
+            " more"
         )
     ranking = _Ranking(costs, len(anchor) - 1, extra)
     begun: _Beginnings = {0: [(0.0, (0,))]}
     windows = [range(border - radius, border + radius + 1) for border in anchor[1:-1].tolist()]
     for stage, ends in enumerate([*windows, range(costs.num_layers, costs.num_layers + 1)]):
-        begun = _extend(begun, stage, ends, ranking, most)
+        begun = _extend(begun, stage, ends, ranking, max_count)
     best = begun.get(costs.num_layers, [])
     return [candidate(costs, np.array(borders), extra) for _, borders in best]
 
 
 def _extend(
-    begun: _Beginnings, stage: int, ends: range, ranking: "_Ranking", most: int
+    begun: _Beginnings, stage: int, ends: range, ranking: "_Ranking", max_count: int
 ) -> _Beginnings:
     """The best partitions with one more stage, by its end."""
     longer = {}
     for end in range(ends.start, min(ends.stop, len(ranking.running_ms))):
-        found = []
+        partitions = []
         for start, best in begun.items():
-            own = ranking.part(stage, start, end) if start < end else math.inf
-            if own < math.inf:
-                found += [(metric + own, (*borders, end)) for metric, borders in best]
-        if found:
-            longer[end] = heapq.nsmallest(most, found)
+            stage_metric = ranking.part(stage, start, end) if start < end else math.inf
+            if stage_metric < math.inf:
+                partitions += [(metric + stage_metric, (*borders, end)) for metric, borders in best]
+        if partitions:
+            longer[end] = heapq.nsmallest(max_count, partitions)
     return longer
 
 

@@ -48,7 +48,7 @@ class PackedBuild:
             self.groups.sum(self.limits.vision_load(self.counts)),
             self.groups.sum(self.counts.seq_len),
         )
-        taken = epoch_steps(loads, (dp, micro_batches), seed=seed, most=count)
+        taken = epoch_steps(loads, (dp, micro_batches), seed=seed, max_steps=count)
         return packed_loads(sample_loads(self.counts, self.model), self.groups.take(taken.ravel()))
 
     def random_steps(
@@ -79,12 +79,12 @@ class PackedBuild:
             items = int(self.counts.num_image_patches[self.groups.samples].max(initial=0))
         else:
             tokens *= rule.vit_tokens_per_patch
-        most = packed_loads(sample_loads(self.counts, self.model), self.groups)
+        groups_loads = packed_loads(sample_loads(self.counts, self.model), self.groups)
         vision, llm = (tokens, tokens**2 // max(1, items), items), (seq_len, seq_len**2, 1)
         return Loads(
-            vision=PhaseLoads(*(np.array([each]) for each in vision)),
-            audio=largest_micro_batch(most).audio,
-            llm=PhaseLoads(*(np.array([each]) for each in llm)),
+            vision=PhaseLoads(*(np.array([value]) for value in vision)),
+            audio=largest_micro_batch(groups_loads).audio,
+            llm=PhaseLoads(*(np.array([value]) for value in llm)),
         )
 
     def _num_steps(self, have: int, need: int, wanted: int, what: str) -> int:

@@ -31,10 +31,10 @@ from isobatch.models.presets import ModelPreset, model_from_dict, model_to_dict
 PLAN_VERSION = 2
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
-_FOUND = ("layer_names", "borders", "recompute", "gap")
+_PARTITION = ("layer_names", "borders", "recompute", "gap")
 _MODE_IN = ("parallel", "training")
 """Inputs that had parts of the mode in version 1."""
-_KEYS = ("version", "inputs", "inputs_hash", *_FOUND, "predicted")
+_KEYS = ("version", "inputs", "inputs_hash", *_PARTITION, "predicted")
 _TABLES: dict[str, type] = {"cluster": Cluster, "parallel": Parallelism, "training": Training}
 _INPUTS = ("model", *_TABLES, *_NUMBERS, "full", "loads")
 
@@ -48,19 +48,19 @@ class Prediction:
     reduction_ns: int
     """Reduction of gradients and return of weights after a step, slowest rank, no overlap."""
     bubble_ratio: tuple[float, ...]
-    """Per rank."""
+    """Share of the step that each rank waits."""
     forward_ns: tuple[int, ...]
-    """Per stage and micro-batch."""
+    """Forward time of each stage for a micro-batch."""
     backward_ns: tuple[int, ...]
-    """Per stage and micro-batch, recomputation included."""
+    """Backward time of each stage for a micro-batch, recomputation included."""
     recompute_ns: tuple[int, ...]
-    """Per stage and micro-batch."""
+    """Recomputation of each stage for a micro-batch."""
     state_bytes: tuple[int, ...]
-    """Per rank: weights, gradients, optimizer state."""
+    """Weights, gradients and optimizer state of each rank."""
     peak_bytes: tuple[int, ...]
-    """Per rank, the most in any step."""
+    """Peak of each rank, the largest of any step."""
     full_peak_bytes: tuple[int, ...]
-    """Per rank, if every micro-batch were as large as they come."""
+    """Peak of each rank if every micro-batch were as large as they come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,8 +164,9 @@ class Plan(PlanRequest):
             value = getattr(self.predicted, f.name)
             count = len(self.borders) - 1 if f.name in _BY_STAGE else self.parallel.pp
             if isinstance(value, tuple) and len(value) != count:
-                found = len(value)
-                raise ConfigError(f"predicted {f.name} has {found} entries; there must be {count}")
+                raise ConfigError(
+                    f"predicted {f.name} has {len(value)} entries; there must be {count}"
+                )
 
     @property
     def num_steps(self) -> int:
@@ -218,12 +219,13 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
     Version 1 had no mode: its plans are of what they assumed, bf16 weights and float32 masters. It
     had no gap.
     """
-    if not isinstance(values, dict) or values.get("version") not in (1, PLAN_VERSION):
-        found = values.get("version") if isinstance(values, dict) else None
+    version = values.get("version") if isinstance(values, dict) else None
+    if version not in (1, PLAN_VERSION):
         raise ConfigError(
-            f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again"
+            f"{where}: plan version {version}; this isobatch reads version {PLAN_VERSION}:"
+            " plan again"
         )
-    if values["version"] == 1:
+    if version == 1:
         values = {"gap": None, **values}
     _require_keys(values, set(_KEYS), where)
     # first, so that what follows only meets what a planner wrote
@@ -232,7 +234,7 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
             f"{where}: its inputs are not those that its predictions were made from: plan again"
         )
     inputs = dict(_require_keys(values["inputs"], set(_INPUTS), f"{where}, inputs"))
-    inputs |= _with_mode(inputs, values["version"], where)
+    inputs |= _with_mode(inputs, version, where)
     names = {f.name for f in fields(Prediction)}
     predicted = _require_keys(values["predicted"], names, f"{where}, predicted")
     parts: dict[str, Any] = {
@@ -244,8 +246,8 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
         **{name: _loads_from_json(inputs[name], where) for name in ("full", "loads")},
         "predicted": build_config(Prediction, predicted, where=f"{where}, predicted"),
     }
-    found = {name: values[name] for name in _FOUND}
-    return build_config(Plan, {**inputs, **parts, **found}, where=where)
+    partition = {name: values[name] for name in _PARTITION}
+    return build_config(Plan, {**inputs, **parts, **partition}, where=where)
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -295,8 +297,8 @@ def _with_mode(inputs: dict[str, Any], version: int, where: str) -> dict[str, An
     _require_keys(training, {f.name for f in fields(Training)}, f"{where}, training")
     names = {f.name for f in fields(TrainingMode)}
     mode = _require_keys(training["mode"], names, f"{where}, mode")
-    made = build_config(TrainingMode, mode, where=f"{where}, mode")
-    return {"parallel": parallel, "training": {**training, "mode": made}}
+    training_mode = build_config(TrainingMode, mode, where=f"{where}, mode")
+    return {"parallel": parallel, "training": {**training, "mode": training_mode}}
 
 
 def _hash(inputs: Any) -> str:
@@ -313,8 +315,8 @@ def _table(values: Any, where: str) -> dict[str, Any]:
 def _require_keys(values: Any, wanted: set[str], where: str) -> dict[str, Any]:
     """The table, if it has exactly these keys."""
     if not isinstance(values, dict) or set(values) != wanted:
-        found = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise ConfigError(f"{where}: has {found}; it must have {sorted(wanted)}")
+        keys = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ConfigError(f"{where}: has {keys}; it must have {sorted(wanted)}")
     return values
 
 

@@ -41,9 +41,9 @@ class SimulatedRun:
     borders: IntArray
     recompute: BoolArray
     steps: tuple[SimulatedStep, ...]
-    """By step and, in it, data-parallel rank."""
+    """Steps in order; in each, its data-parallel ranks."""
     costs: tuple[Costs, ...]
-    """In the same order."""
+    """Costs in the same order."""
     dp: int
     num_samples: int
     """Samples of all steps and ranks."""
@@ -82,7 +82,7 @@ class PlanResult:
 
     plan: Plan
     runs: tuple[SimulatedRun, ...]
-    """From what trainers do today to the plan, which is the last one; `careful` is before it."""
+    """Runs from what trainers do today to the plan, the last one; `careful` is before it."""
 
     @property
     def best(self) -> SimulatedRun:
@@ -107,22 +107,25 @@ def plan(
     `search`: `exact` or `bmp`. `limits`: of the exact search. InfeasiblePlan if nothing fits into
     memory.
     """
-    pipelines, full = request.split(request.costs(request.loads)), request.costs(request.full_step)
-    # times of a typical step, memory of the largest
-    typical = _with_memory(_median(pipelines), full)
+    pipelines = request.split(request.costs(request.loads))
+    full = request.costs(request.full_step)
+    # times of a typical step, that of median forward time; memory of the largest
+    work = [int(costs.forward_ns.sum()) for costs in pipelines]
+    median = int(np.argsort(work, kind="stable")[len(work) // 2])
+    typical = _with_memory(pipelines[median], full)
     runs = _baselines(request, pipelines, typical, random)
     borders, recompute, bound_ns = _search(typical, request, search, limits)
     name = "the plan: searched partition, as little recomputed as fits"
     best = simulate_run(request, name, pipelines, request.loads, borders, recompute)
     # the search is for one step: over all of them, the simpler partition may be faster
-    schedule, careful = request.make_schedule(), runs[-1]
+    schedule = request.make_schedule()
+    careful = runs[-1]
     at_full = evaluate(typical, careful.borders, careful.recompute, schedule)
     if careful.step_ns < best.step_ns and at_full.fits(request.memory_bytes):
         best = replace(careful, name="the plan: even layers, as little recomputed as fits")
     step_ns = evaluate(typical, best.borders, best.recompute, schedule).step_ns
     gap = None if bound_ns is None else (step_ns - bound_ns) / max(step_ns, 1)
-    made = replace(make_plan(request, best, full), gap=gap)
-    return PlanResult(plan=made, runs=(*runs, best))
+    return PlanResult(plan=replace(make_plan(request, best, full), gap=gap), runs=(*runs, best))
 
 
 def _baselines(
@@ -133,8 +136,8 @@ def _baselines(
     by_size, by_count = by_params(typical, num_stages), by_layers(typical, num_stages)
     everything = np.ones(typical.num_layers, np.bool_)
     papers, careful = "even parameters, all recomputed", "even layers, as little recomputed as fits"
-    least = _least(request, typical, by_count)
-    packed = request, careful, pipelines, request.loads, by_count, least
+    recompute = _fitted_recompute(request, typical, by_count)
+    packed = request, careful, pipelines, request.loads, by_count, recompute
     if random is None:
         first = request, papers, pipelines, request.loads, by_size, everything
         return [simulate_run(*first), simulate_run(*packed)]
@@ -143,10 +146,10 @@ def _baselines(
     name = f"random samples, {int(random.llm.items.max())} at a time, padded"
     # memory for the largest of them
     largest = _with_memory(drawn[0], every)
-    least = _least(request, largest, by_count)
+    recompute = _fitted_recompute(request, largest, by_count)
     return [
         simulate_run(request, f"{name}; {papers}", drawn, random, by_size, everything),
-        simulate_run(request, f"the same; {careful}", drawn, random, by_count, least),
+        simulate_run(request, f"the same; {careful}", drawn, random, by_count, recompute),
         simulate_run(request, f"packed micro-batches; {careful}", *packed[2:]),
     ]
 
@@ -154,18 +157,18 @@ def _baselines(
 def _with_memory(costs: Costs, full: Costs) -> Costs:
     """These times, with the bytes of each layer's largest micro-batch in `full`."""
     shape = costs.saved_bytes.shape
-    most = (getattr(full, name).max(axis=1, keepdims=True) for name in MEMORY)
+    largest = (getattr(full, name).max(axis=1, keepdims=True) for name in MEMORY)
     changes: dict[str, Any] = {
-        name: np.broadcast_to(own, shape) for name, own in zip(MEMORY, most, strict=True)
+        name: np.broadcast_to(column, shape) for name, column in zip(MEMORY, largest, strict=True)
     }
     return replace(costs, **changes)
 
 
-def _least(request: PlanRequest, costs: Costs, borders: IntArray) -> BoolArray:
+def _fitted_recompute(request: PlanRequest, costs: Costs, borders: IntArray) -> BoolArray:
     """As little recomputed as fits; everything if nothing does."""
     chooser = RecomputeChooser(costs, request.make_schedule(), request.memory_bytes)
-    least = chooser.least(borders)
-    return np.ones(costs.num_layers, np.bool_) if least is None else least
+    recompute = chooser.choose(borders)
+    return np.ones(costs.num_layers, np.bool_) if recompute is None else recompute
 
 
 def simulate_run(
@@ -193,13 +196,18 @@ def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
     """The plan of a run's partition; `full`: costs of a step of the largest micro-batches."""
     at_full = evaluate(full, run.borders, run.recompute, request.make_schedule())
     stages = [step.stages for step in run.steps]
+    layers = layers_of(request.model, request.parallel)
+    trains = request.training.trains
+    params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
+    params = _by_rank(params, run.borders, request)
+    reduction = reduction_ns(params, request.cluster, request.parallel, request.training)
     bubbles = np.mean([step.timeline.bubble_ratio for step in run.steps], axis=0)
     predicted = Prediction(
         step_ns=run.step_ns,
-        reduction_ns=_reduction_ns(request, run.borders),
+        reduction_ns=int(reduction.max()),
         bubble_ratio=tuple(bubbles.tolist()),
-        forward_ns=_stage_means([each.forward_ns for each in stages]),
-        backward_ns=_stage_means([each.backward_ns for each in stages]),
+        forward_ns=_stage_means([costs.forward_ns for costs in stages]),
+        backward_ns=_stage_means([costs.backward_ns for costs in stages]),
         recompute_ns=_stage_means([run.recompute_ns(number) for number in range(len(stages))]),
         state_bytes=tuple(run.steps[0].memory.state_bytes.tolist()),
         peak_bytes=tuple(run.peak_bytes.tolist()),
@@ -264,18 +272,13 @@ def _search(
     costs: Costs, request: PlanRequest, search: str, limits: SearchLimits
 ) -> tuple[IntArray, BoolArray, int | None]:
     """-> (borders, recompute, lower bound of a step's time if it is known)."""
-    schedule, memory = request.make_schedule(), request.memory_bytes
+    schedule = request.make_schedule()
+    memory = request.memory_bytes
     if search == "exact":
-        found = search_exact(costs, schedule, memory, limits)
-        return found.borders, found.recompute, found.lower_bound_ns
+        result = search_exact(costs, schedule, memory, limits)
+        return result.borders, result.recompute, result.lower_bound_ns
     borders = search_bmp_within(costs, schedule, memory).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None
-
-
-def _median(pipelines: list[Costs]) -> Costs:
-    """The pipeline with the median forward time."""
-    work = [int(costs.forward_ns.sum()) for costs in pipelines]
-    return pipelines[int(np.argsort(work, kind="stable")[len(work) // 2])]
 
 
 def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
@@ -286,11 +289,3 @@ def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
 def _by_rank(values: IntArray, borders: IntArray, request: PlanRequest) -> IntArray:
     """Values of layers, (layers,), summed over the stages of each pipeline rank."""
     return request.make_schedule().sum_by_rank(np.add.reduceat(values, borders[:-1]))
-
-
-def _reduction_ns(request: PlanRequest, borders: IntArray) -> int:
-    trains = request.training.trains
-    layers = layers_of(request.model, request.parallel)
-    params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
-    ranks = _by_rank(params, borders, request)
-    return int(reduction_ns(ranks, request.cluster, request.parallel, request.training).max())

@@ -31,7 +31,8 @@ class LayerMemory(NamedTuple):
 
     saved: IntArray
     """(layers, micro_batches), as the next three."""
-    kept: IntArray
+    recomputed: IntArray
+    """What of `saved` is live between the passes if the layer is recomputed: its input."""
     working: IntArray
     deferred: IntArray
     state: IntArray
@@ -47,7 +48,7 @@ class ActionOrder(NamedTuple):
 
     kinds: IntArray
     stages: IntArray
-    """Of one rank: numbers among the rank's stages."""
+    """Numbers among the rank's stages."""
     micro_batches: IntArray
 
 
@@ -62,7 +63,7 @@ class RankStages(NamedTuple):
 
 
 class RecomputeGroups(NamedTuple):
-    """A rank's layers in groups of equal ones, and which are recomputed at the moment."""
+    """A rank's layers in groups of equal ones, and which are recomputed now."""
 
     members: IntArray
     firsts: IntArray
@@ -75,13 +76,13 @@ class RecomputeGroups(NamedTuple):
 
 def layer_memory(costs: Costs) -> LayerMemory:
     """Memory of layers. A layer whose input is larger than its activations is never recomputed."""
-    saved, kept = costs.saved_bytes, costs.kept_bytes
-    frees = (saved >= kept).all(axis=1) & (saved > kept).any(axis=1)
+    saved, recomputed = costs.saved_bytes, costs.kept_bytes
+    frees = (saved >= recomputed).all(axis=1) & (saved > recomputed).any(axis=1)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
     kind = np.array([numbers[kind] for kind in costs.kinds])
     return LayerMemory(
         saved=np.ascontiguousarray(saved),
-        kept=np.ascontiguousarray(kept),
+        recomputed=np.ascontiguousarray(recomputed),
         working=np.ascontiguousarray(costs.working_bytes),
         deferred=np.ascontiguousarray(costs.deferred_bytes),
         state=np.ascontiguousarray(costs.state_bytes),
@@ -92,9 +93,9 @@ def layer_memory(costs: Costs) -> LayerMemory:
 
 def rank_order(schedule: Schedule, rank: int) -> ActionOrder:
     """A rank's part of a schedule."""
-    own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
-    stages = schedule.stages[own] // schedule.num_ranks
-    return ActionOrder(schedule.kinds[own], stages, schedule.micro_batches[own])
+    actions = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
+    stages = schedule.stages[actions] // schedule.num_ranks
+    return ActionOrder(schedule.kinds[actions], stages, schedule.micro_batches[actions])
 
 
 @numba.njit(cache=True)
@@ -106,48 +107,50 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     # memory of each stage and micro-batch
     shape = len(starts), layers.saved.shape[1]
     live, held = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    most, apart = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    peaks, apart = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     now = np.int64(0)
     for chunk in range(len(starts)):
         for layer in range(starts[chunk], ends[chunk]):
             now += layers.state[layer]
-            left = layers.kept[layer] if recompute[layer] else layers.saved[layer]
-            _add_layer(layers, layer, left, (live[chunk], held[chunk], most[chunk], apart[chunk]))
+            activations = layers.recomputed[layer] if recompute[layer] else layers.saved[layer]
+            _add_layer(
+                layers, layer, activations, (live[chunk], held[chunk], peaks[chunk], apart[chunk])
+            )
     # live bytes along the rank's order
     peak = now
     for at in range(len(order.kinds)):
         kind, chunk, number = order.kinds[at], order.stages[at], order.micro_batches[at]
-        left = live[chunk, number]
+        activations = live[chunk, number]
         if kind == FORWARD:
-            peak = max(peak, now + most[chunk, number])
-            now += left
+            peak = max(peak, now + peaks[chunk, number])
+            now += activations
         elif kind == BACKWARD:
-            now -= left
-            peak = max(peak, now + most[chunk, number])
+            now -= activations
+            peak = max(peak, now + peaks[chunk, number])
         elif kind == INPUT_GRAD:
-            peak = max(peak, now - left + apart[chunk, number])
-            now += held[chunk, number] - left
+            peak = max(peak, now - activations + apart[chunk, number])
+            now += held[chunk, number] - activations
         elif kind == WEIGHT_GRAD:
             now -= held[chunk, number]
     return peak
 
 
 @numba.njit(cache=True)
-def _add_layer(layers, layer, left, stage):  # type: ignore[no-untyped-def]
+def _add_layer(layers, layer, live_bytes, stage):  # type: ignore[no-untyped-def]
     """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
-    `live`: left by the forward pass; `held`: for deferred weight gradients. Peaks on top: `most` in
+    `live`: between the passes; `held`: for deferred weight gradients. On top of them: `peaks` in
     the forward or joint backward pass, `apart` if weight gradients come later.
     """
-    live, held, most, apart = stage
+    live, held, peaks, apart = stage
     for number in range(len(live)):
-        whole = max(layers.saved[layer, number], left[number])
+        whole = max(layers.saved[layer, number], live_bytes[number])
         turn = live[number] + whole + layers.working[layer, number]
-        most[number] = max(most[number], turn)
+        peaks[number] = max(peaks[number], turn)
         # the layers after a layer have left what they defer when its backward pass runs
         deferred = layers.deferred[layer, number]
         apart[number] = max(apart[number] + deferred, turn + max(deferred - whole, 0))
-        live[number] += left[number]
+        live[number] += live_bytes[number]
         held[number] += deferred
 
 
@@ -198,7 +201,7 @@ def _set(groups, group, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _set_least(groups, rank, group):  # type: ignore[no-untyped-def]
+def _set_fewest(groups, rank, group):  # type: ignore[no-untyped-def]
     """Recompute as few layers of one group as fit; -> whether any number fits."""
     size = groups.firsts[group + 1] - groups.firsts[group]
     low, high = 0, size + 1
@@ -219,12 +222,12 @@ def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
     for group in range(first, len(groups.counts)):
         _set(groups, group, groups.firsts[group + 1] - groups.firsts[group])
     for group in range(first, len(groups.counts)):
-        _set_least(groups, rank, group)
+        _set_fewest(groups, rank, group)
 
 
 @numba.njit(cache=True)
-def _next(groups, each_ns, least_ns):  # type: ignore[no-untyped-def]
-    """One more of a group and none of those after it, under `least_ns`; -> that group, or -1.
+def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
+    """One more of a group and none of those after it, under `best_ns`; -> that group, or -1.
 
     More of the last group that has any, with as many of the others, would not be minimal.
     """
@@ -236,18 +239,18 @@ def _next(groups, each_ns, least_ns):  # type: ignore[no-untyped-def]
         group -= 1
         if groups.counts[group] < groups.firsts[group + 1] - groups.firsts[group]:
             _set(groups, group, groups.counts[group] + 1)
-            if (groups.counts * each_ns).sum() < least_ns:
+            if (groups.counts * each_ns).sum() < best_ns:
                 return group
     return -1
 
 
 @numba.njit(cache=True)
 def minimal_choices(  # type: ignore[no-untyped-def]
-    layers, order, starts, ends, memory_bytes, only_least
+    layers, order, starts, ends, memory_bytes, only_fastest
 ):
     """Choices of recomputed layers with which a rank fits, and with one layer less would not.
 
-    -> ((choices, layers) bool, whether these are all). With `only_least` only the fastest one.
+    -> ((choices, layers) bool, whether these are all). With `only_fastest` only the fastest one.
     """
     rank = RankStages(layers, order, starts, ends, memory_bytes)
     members, firsts = _groups(layers.kind, starts, ends)
@@ -264,24 +267,32 @@ def minimal_choices(  # type: ignore[no-untyped-def]
     each_ns = np.zeros(num_groups, np.int64)
     if len(members):
         each_ns[:] = layers.extra_ns[members[firsts[:-1]]]
-    found = np.zeros((MOST_FOUND, num_groups), np.int64)
+    counts = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in np.argsort(-each_ns):
-        _set_least(groups, rank, group)
-    found[0] = groups.counts
-    num_found, tried, least_ns, changed = 1, 0, (groups.counts * each_ns).sum(), -1
+        _set_fewest(groups, rank, group)
+    counts[0] = groups.counts
+    num_found = 1
+    tried = 0
+    best_ns = (groups.counts * each_ns).sum()
+    changed = -1
     # all choices, the first group's number changing slowest
     while tried < MOST_TRIED and num_found < MOST_FOUND:
         tried += 1
         _complete(groups, rank, changed + 1)
         time = (groups.counts * each_ns).sum()
-        if time < least_ns or not only_least:
-            found[num_found], least_ns = groups.counts, min(time, least_ns)
+        if time < best_ns or not only_fastest:
+            counts[num_found], best_ns = groups.counts, min(time, best_ns)
             num_found += 1
-        changed = _next(groups, each_ns, least_ns if only_least else np.iinfo(np.int64).max)
+        changed = _next(groups, each_ns, best_ns if only_fastest else np.iinfo(np.int64).max)
         if changed < 0:
             break
-    kept = found[num_found - 1 : num_found] if only_least else _minimal(found[:num_found])
-    return _masks(groups, kept), changed < 0
+    minimal = counts[num_found - 1 : num_found] if only_fastest else _minimal(counts[:num_found])
+    masks = np.zeros((len(minimal), num_layers), np.bool_)
+    for row in range(len(minimal)):
+        for group in range(num_groups):
+            _set(groups, group, minimal[row, group])
+        masks[row] = groups.recompute
+    return masks, changed < 0
 
 
 @numba.njit(cache=True)
@@ -294,16 +305,6 @@ def _minimal(counts):  # type: ignore[no-untyped-def]
                 keep[one] = False
                 break
     return counts[keep]
-
-
-@numba.njit(cache=True)
-def _masks(groups, counts):  # type: ignore[no-untyped-def]
-    masks = np.zeros((len(counts), len(groups.recompute)), np.bool_)
-    for row in range(len(counts)):
-        for group in range(len(groups.counts)):
-            _set(groups, group, counts[row, group])
-        masks[row] = groups.recompute
-    return masks
 
 
 @numba.njit(cache=True)

@@ -31,7 +31,7 @@ def choose_recompute(
     Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
     first ones. InfeasiblePlan, with what would fit, if even everything recomputed is too much.
     """
-    chosen = RecomputeChooser(costs, schedule, memory_bytes).least(borders)
+    chosen = RecomputeChooser(costs, schedule, memory_bytes).choose(borders)
     if chosen is None:
         raise InfeasiblePlan(what_would_fit(costs, borders, schedule, memory_bytes))
     return chosen
@@ -46,40 +46,40 @@ class RecomputeChooser:
         self.frees: BoolArray = np.asarray(self.layers.kind >= 0)
         """(layers,): whether recomputation frees anything."""
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
-        self._least: dict[tuple[int, ...], BoolArray | None] = {}
+        self._chosen: dict[tuple[int, ...], BoolArray | None] = {}
 
     def choices(
-        self, rank: int, starts: IntArray, ends: IntArray, *, only_least: bool = False
+        self, rank: int, starts: IntArray, ends: IntArray, *, only_fastest: bool = False
     ) -> tuple[BoolArray, bool]:
         """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
         order, memory = self.orders[rank], self.memory_bytes
         # strided ones would have every kernel compiled a second time
         starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
-        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_least)
+        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_fastest)
         return masks, bool(is_all)
 
     def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
         """Starts and ends of a rank's stages."""
-        own = slice(rank, None, self.schedule.num_ranks)
-        return borders[:-1][own], borders[1:][own]
+        of_rank = slice(rank, None, self.schedule.num_ranks)
+        return borders[:-1][of_rank], borders[1:][of_rank]
 
-    def least(self, borders: IntArray) -> BoolArray | None:
+    def choose(self, borders: IntArray) -> BoolArray | None:
         """As `choose_recompute`; None if the partition never fits."""
         chosen = np.zeros(self.costs.num_layers, np.bool_)
         for rank in range(self.schedule.num_ranks):
-            own = self.least_of_rank(rank, *self.stages_of(borders, rank))
-            if own is None:
+            layers = self.choose_for_rank(rank, *self.stages_of(borders, rank))
+            if layers is None:
                 return None
-            chosen |= own
+            chosen |= layers
         return chosen
 
-    def least_of_rank(self, rank: int, starts: IntArray, ends: IntArray) -> BoolArray | None:
+    def choose_for_rank(self, rank: int, starts: IntArray, ends: IntArray) -> BoolArray | None:
         """Layers that a rank with these stages recomputes, (layers,); None if it never fits."""
         key = rank, *starts.tolist(), *ends.tolist()
-        if key not in self._least:
-            masks, _ = self.choices(rank, starts, ends, only_least=True)
-            self._least[key] = masks[-1] if len(masks) else None
-        return self._least[key]
+        if key not in self._chosen:
+            masks, _ = self.choices(rank, starts, ends, only_fastest=True)
+            self._chosen[key] = masks[-1] if len(masks) else None
+        return self._chosen[key]
 
 
 def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:

@@ -16,7 +16,7 @@ from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
 from isobatch.engine.simulator.schedule import SCHEDULES, takes_several_stages
 
 MOST_STAGES_PER_RANK = 4
-"""Of interleaved schedules. Each more halves what is left of the bubble, and sends as often."""
+"""Limit of interleaved schedules. One more halves the rest of the bubble, and sends as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ScheduleTrial:
     schedule: str
     stages_per_rank: int
     result: PlanResult | None
-    """None if nothing fits into memory."""
+    """The plan; None if nothing fits into memory."""
 
 
 def candidates(request: PlanRequest) -> list[tuple[str, int]]:
@@ -37,12 +37,12 @@ def candidates(request: PlanRequest) -> list[tuple[str, int]]:
     ranks = request.parallel.pp
     if ranks == 1:  # nothing waits
         return [("1f1b", 1)]
-    most = min(MOST_STAGES_PER_RANK, len(layers_of(request.model, request.parallel)) // ranks)
-    found = []
+    max_stages = min(MOST_STAGES_PER_RANK, len(layers_of(request.model, request.parallel)) // ranks)
+    schedules = []
     for name in SCHEDULES:
-        counts = range(2, most + 1) if takes_several_stages(name) else range(1, 2)
-        found += [(name, count) for count in counts if name != "gpipe"]
-    return found
+        counts = range(2, max_stages + 1) if takes_several_stages(name) else range(1, 2)
+        schedules += [(name, count) for count in counts if name != "gpipe"]
+    return schedules
 
 
 def plan_best_schedule(
@@ -61,15 +61,15 @@ def plan_best_schedule(
     trials: list[ScheduleTrial] = []
     problem = InfeasiblePlan("there is no schedule to try")
     for place, (name, per_rank) in enumerate(asked):
-        own = request.changed(schedule=name, stages_per_rank=per_rank)
+        variant = request.changed(schedule=name, stages_per_rank=per_rank)
         part = limits.part(1 / (len(asked) - place))
         result = None
         try:
-            result = plan(own, search=search, random=random, limits=part)
+            result = plan(variant, search=search, random=random, limits=part)
         except InfeasiblePlan as error:
             problem = problem if place else error
         trials.append(ScheduleTrial(name, per_rank, result))
-    made = [trial.result for trial in trials if trial.result is not None]
-    if not made:
+    results = [trial.result for trial in trials if trial.result is not None]
+    if not results:
         raise problem
-    return min(made, key=lambda result: result.best.step_ns), tuple(trials)
+    return min(results, key=lambda result: result.best.step_ns), tuple(trials)

@@ -33,15 +33,15 @@ def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
 
 def _phase(lengths: Sequence[IntArray], shape: TransformerShape | AudioRule | None) -> PhaseLoads:
     """Loads from the lengths of attention sequences, or of audio windows; one per micro-batch."""
-    squares = [np.square(each) for each in lengths]
+    squares = [np.square(column) for column in lengths]
     if isinstance(shape, AudioRule):
-        squares = [shape.attention_squares(each) for each in lengths]
+        squares = [shape.attention_squares(column) for column in lengths]
     elif shape is not None:
-        squares = [shape.mean_squares(*each) for each in zip(lengths, squares, strict=True)]
+        squares = list(map(shape.mean_squares, lengths, squares))
     return PhaseLoads(
-        tokens=np.array([each.sum() for each in lengths], np.int64),
-        squares=np.array([each.sum() for each in squares], np.int64),
-        items=np.array([len(each) for each in lengths], np.int64),
+        tokens=np.array([column.sum() for column in lengths], np.int64),
+        squares=np.array([column.sum() for column in squares], np.int64),
+        items=np.array([len(column) for column in lengths], np.int64),
     )
 
 

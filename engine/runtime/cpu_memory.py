@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +30,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     exceeds it raises CpuMemoryExceeded, as an allocator would, and its result is dropped.
 
     >>> with LiveBytes() as memory:
-    ...     kept = torch.zeros(1000) + 1  # one of the two tensors stays
+    ...     ones = torch.zeros(1000) + 1  # one of the two tensors stays
     >>> memory.live_bytes, memory.peak_bytes
     (4000, 8000)
     """
@@ -60,17 +59,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(result):
             key = _key(tensor)
             if key not in inputs and key not in self._counted:
-                self._count(tensor.untyped_storage(), key)
+                storage = tensor.untyped_storage()
+                size = storage.nbytes()
+                self.live_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self._counted[key] = weakref.finalize(storage, self._release, key, size)
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
             raise CpuMemoryExceeded(
                 f"{self.live_bytes:,} bytes of tensors are live; {self.limit_bytes:,} are allowed"
             )
         return result
-
-    def _count(self, storage: torch.UntypedStorage, key: int) -> None:
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._counted[key] = weakref.finalize(storage, self._release, key, storage.nbytes())
 
     def _release(self, key: int, size: int) -> None:
         self.live_bytes -= size

@@ -98,14 +98,11 @@ def peer_errors(ranks: Sequence[int], other: int | None = None) -> Iterator[None
         others = [rank for rank in ranks if rank != me]
         seen = others[0] if other is None and len(others) == 1 else other
         lost = _first_lost(others, None if isinstance(error, _RollCalled) else seen)
-        raise PeerLost(f"rank {me} stops: {_reason(me, lost)} ({first_line(error)})") from error
-
-
-def _reason(me: int, lost: int | None) -> str:
-    if lost == me:
-        return "the others waited for it longer than timeout_s, and stopped"
-    who = "another rank" if lost is None else f"rank {lost}"
-    return f"{who} does not answer any more; its own output says why"
+        reason = "the others waited for it longer than timeout_s, and stopped"
+        if lost != me:
+            who = "another rank" if lost is None else f"rank {lost}"
+            reason = f"{who} does not answer any more; its own output says why"
+        raise PeerLost(f"rank {me} stops: {reason} ({first_line(error)})") from error
 
 
 def _first_lost(others: Sequence[int], seen: int | None) -> int | None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from torch import nn
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.runtime._consistency import check_same_step
 from isobatch.engine.runtime.communication.collectives import all_reduce
 from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from isobatch.engine.runtime.communication.process_groups import (
+    ProcessGroups,
     make_groups,
     open_links,
     sum_gradients,
@@ -96,7 +97,8 @@ class Pipeline:
         self.steps_run = 0
         """Steps so far, on which dropout depends; set it when training resumes from a state."""
         self._checked = False
-        device, rank = torch.device(self._options.device), self._groups.rank
+        device = torch.device(self._options.device)
+        rank = self._groups.rank
         open_links(self._groups, device)
         encodes = rank in (0, *ahead) and model.first_trained <= cuts[1]
         encoder = model.layers[: model.first_trained] if encodes else []
@@ -107,8 +109,10 @@ class Pipeline:
             for index in range(cuts[stage], cuts[stage + 1])
         }
         mode = self._options.mode
-        own = (weight for layer in [*layers.values(), *encoder] for weight in layer.parameters())
-        self._weights = MainWeights(dict.fromkeys(own), mode, self._groups.replicas)
+        weights = (
+            weight for layer in [*layers.values(), *encoder] for weight in layer.parameters()
+        )
+        self._weights = MainWeights(dict.fromkeys(weights), mode, self._groups.replicas)
         self._local = RankLayers(
             layers=layers,
             encoder=encoder,
@@ -175,7 +179,7 @@ class Pipeline:
         self._check_schedule(schedule)
         if options.check_every_step or not self._checked:
             with uncounted():
-                check_same_step(groups, self._local, schedule, batches, normalizer)
+                _check_same_step(groups, self._local, schedule, batches, normalizer)
             self._checked = True
         rng = None
         if options.dropout_seed is not None:
@@ -265,7 +269,8 @@ class Pipeline:
 
     def _check_schedule(self, schedule: Schedule) -> None:
         """ConfigError if this pipeline cannot run a schedule; the same on all ranks."""
-        local, num_ranks = self._local, len(self._groups.ranks)
+        local = self._local
+        num_ranks = len(self._groups.ranks)
         num_stages = len(local.borders) - 1
         if (schedule.num_stages, schedule.num_ranks) != (num_stages, num_ranks):
             raise ConfigError(
@@ -296,8 +301,8 @@ def _squares(flat: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(flat.dtype, torch.float32)
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype).double()
     rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype).double()
-    found: torch.Tensor = rows.square().sum() + rest.square()
-    return found
+    total: torch.Tensor = rows.square().sum() + rest.square()
+    return total
 
 
 def _exact_squares(flat: torch.Tensor) -> torch.Tensor:
@@ -340,3 +345,41 @@ def _as_tuple(recompute: NDArray[np.bool_] | Sequence[bool], num_layers: int) ->
     if len(recompute) != num_layers:
         raise ConfigError(f"recompute names {len(recompute)} layers; the model has {num_layers}")
     return tuple(bool(chosen) for chosen in recompute)
+
+
+def _check_same_step(
+    groups: ProcessGroups,
+    local: RankLayers,
+    schedule: Schedule,
+    batches: Sequence[Batch],
+    normalizer: float,
+) -> None:
+    """ConfigError on all ranks of a pipeline if any part of a step differs between them.
+
+    Each rank has its own loader, and only tensors are sent. Loaders that disagree would otherwise
+    show as a message of another size, which ends a process without a word, or not at all. Compares
+    sample ids and shapes at the cuts of all micro-batches. Costs one small message.
+    """
+    actions = (schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets)
+    described = []
+    for batch in batches:
+        cuts = [sorted(local.specs(cut, batch).items()) for cut in local.borders[1:-1]]
+        tensors = [[(name, spec.shape, str(spec.dtype)) for name, spec in cut] for cut in cuts]
+        described.append([getattr(batch, "sample_ids", None), *tensors])
+    parts = {
+        "micro-batches": repr(described).encode(),
+        "normalizers": str(normalizer).encode(),
+        "schedules": b"".join(part.astype("<i8").tobytes() for part in actions),
+    }
+    digests = (blake2b(part, digest_size=7).digest() for part in parts.values())
+    hashes = torch.tensor([int.from_bytes(digest, "little") for digest in digests])
+    # maximum and negated minimum in one message
+    both = torch.stack([hashes, -hashes]).to(local.device)
+    all_reduce(both, groups.pipeline, dist.ReduceOp.MAX)
+    differs = both.sum(0).tolist()
+    differing = [name for name, spread in zip(parts, differs, strict=True) if spread]
+    if differing:
+        raise ConfigError(
+            f"the ranks {list(groups.ranks)} of a pipeline were given different"
+            f" {', '.join(differing)}; give each the same"
+        )

@@ -68,16 +68,16 @@ def clock_offsets(groups: ProcessGroups, device: torch.device) -> IntArray:
 
 
 def _ask(groups: ProcessGroups, rank: int, device: torch.device) -> int:
-    found: list[tuple[int, int]] = []
+    answers: list[tuple[int, int]] = []
     theirs = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(ROUNDS):
         with peer_errors(groups.ranks, groups.ranks[rank]):
             asked = time.perf_counter_ns()
             dist.send(theirs, groups.ranks[rank], group=groups.pipeline)
             dist.recv(theirs, groups.ranks[rank], group=groups.pipeline)
-            told, answered = int(theirs), time.perf_counter_ns()
-        found.append((answered - asked, told - (asked + answered) // 2))
-    return min(found)[1]
+            rank_ns, answered = int(theirs), time.perf_counter_ns()
+        answers.append((answered - asked, rank_ns - (asked + answered) // 2))
+    return min(answers)[1]
 
 
 def _answer(groups: ProcessGroups, device: torch.device) -> None:

@@ -76,14 +76,14 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     adds it.
     """
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
-    left, most = bytes_by_kind(stages)
-    change = left[kinds, stage, micro_batch]
+    changes, peaks = bytes_by_kind(stages)
+    change = changes[kinds, stage, micro_batch]
     state = schedule.sum_by_rank(stages.state_bytes)
     ranks, offsets = schedule.ranks, schedule.rank_offsets
     running = np.concatenate([[0], np.cumsum(change)])
     # changes since the rank's first operation, on top of its state
     before = running[:-1] - running[offsets[:-1]][ranks] + state[ranks]
-    during = before + most[kinds, stage, micro_batch]
+    during = before + peaks[kinds, stage, micro_batch]
     return Memory(
         state_bytes=state,
         during_bytes=during,
@@ -95,7 +95,7 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
 def bytes_by_kind(stages: StageCosts) -> tuple[IntArray, IntArray]:
     """Bytes that an action leaves, and its extra peak; (kinds, stages, micro_batches)."""
     live, held, nothing = stages.live_bytes, stages.held_bytes, np.zeros_like(stages.live_bytes)
-    left = (live, -live, held - live, -held, nothing)
+    changes = (live, -live, held - live, -held, nothing)
     backward, apart = stages.backward_peak_bytes - live, stages.apart_peak_bytes - live
-    most = (stages.forward_peak_bytes, backward, apart, nothing, nothing)
-    return np.stack(left), np.stack(most)
+    peaks = (stages.forward_peak_bytes, backward, apart, nothing, nothing)
+    return np.stack(changes), np.stack(peaks)

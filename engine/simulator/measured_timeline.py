@@ -25,7 +25,8 @@ def measured_timeline(program: Program, start_ns: IntArray, end_ns: IntArray) ->
     start, end = start_ns - first, end_ns - first
     edge_ns = np.zeros_like(program.edge_ns)
     measured = replace(program, duration_ns=end - start, edge_ns=edge_ns)
-    ranks, free = program.schedule.ranks.tolist(), dict[tuple[int, int], int]()
+    ranks = program.schedule.ranks.tolist()
+    free = dict[tuple[int, int], int]()
     awaited = _awaited(measured, start, end)
     for edge, source, target in _sends(program):
         link = ranks[source], ranks[target]
@@ -54,6 +55,6 @@ def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
         last[target] = max(last.get(target, (0, edge)), (int(end[source]), edge))
     return {
         edge
-        for target, (made, edge) in last.items()
-        if made > before[target] or start[target] - before[target] > TURN_NS
+        for target, (ready, edge) in last.items()
+        if ready > before[target] or start[target] - before[target] > TURN_NS
     }

@@ -68,13 +68,13 @@ def make_program(
         sent.append(np.broadcast_to(encodings.send_ns, shape))
     elif (kinds == PassKind.ENCODE).any():
         raise ValueError("the schedule encodes ahead, but no encodings are given")
-    made = np.stack(sent)[edges.results, stage[edges.sources], micro_batch[edges.sources]]
+    edge_ns = np.stack(sent)[edges.results, stage[edges.sources], micro_batch[edges.sources]]
     return Program(
         schedule=schedule,
         duration_ns=np.stack(times)[kinds, stage, micro_batch],
         edge_offsets=edges.offsets,
         edge_targets=edges.targets,
-        edge_ns=np.where(edges.is_local, 0, made),
+        edge_ns=np.where(edges.is_local, 0, edge_ns),
     )
 
 
@@ -108,11 +108,11 @@ def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> _Edges:
         (apart, place[PassKind.WEIGHT_GRAD], 1),
         (place[PassKind.ENCODE, 0], forward[0], 2),
     ]
-    made = np.concatenate(
+    edges = np.concatenate(
         [np.stack([a.ravel(), b.ravel(), np.full(a.size, result)]) for a, b, result in pairs],
         axis=1,
     )
-    sources, targets, results = made[:, (made[0] >= 0) & (made[1] >= 0)]
+    sources, targets, results = edges[:, (edges[0] >= 0) & (edges[1] >= 0)]
     order = np.argsort(sources, kind="stable")
     sources, targets, results = sources[order], targets[order], results[order]
     return _Edges(

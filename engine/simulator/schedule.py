@@ -31,9 +31,9 @@ class PassKind(IntEnum):
     BACKWARD = 1
     """The gradients of input and weights."""
     INPUT_GRAD = 2
-    """Without the weight gradients of products; includes recomputation."""
+    """Backward pass without the weight gradients of products; includes recomputation."""
     WEIGHT_GRAD = 3
-    """Those weight gradients."""
+    """The weight gradients of products."""
     ENCODE = 4
     """The vision encoder's forward pass ahead of the first stage's: PipeTune's pre-computation."""
 
@@ -72,8 +72,10 @@ class Schedule:
                 f"{num_stages} stages and {num_micro_batches} micro-batches; give at least 1 of "
                 "each"
             )
-        ranks = [list(own) for own in actions]
-        table = np.array([action for own in ranks for action in own], np.int64).reshape(-1, 3)
+        ranks = [list(rank_actions) for rank_actions in actions]
+        table = np.array(
+            [action for rank_actions in ranks for action in rank_actions], np.int64
+        ).reshape(-1, 3)
         kinds, stages, micro_batches = table.T.copy()
         return cls(
             name=name,
@@ -183,8 +185,8 @@ def _interleaved(
         forwards = [(stage, number) for turn in rounds for stage in up for number in turn]
         backwards = [(stage, number) for turn in rounds for stage in up[::-1] for number in turn]
         ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
-        own = _alternate(forwards, backwards, ahead)
-        yield (action for action in own if action.micro_batch < num_micro_batches)
+        actions = _alternate(forwards, backwards, ahead)
+        yield (action for action in actions if action.micro_batch < num_micro_batches)
 
 
 @lru_cache(maxsize=64)
@@ -213,8 +215,8 @@ def interleaved_zero_bubble(
     time: with 4 ranks of 3 stages, 8 micro-batches, and passes in the ratio 1 : 1.3 : .7, ranks
     wait 4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
     """
-    own = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
-    actions = map(_split, own, range(0, 2 * num_ranks, 2))
+    ranks = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
+    actions = map(_split, ranks, range(0, 2 * num_ranks, 2))
     return Schedule.of(
         "interleaved_zero_bubble", num_ranks * stages_per_rank, num_micro_batches, actions
     )
@@ -243,7 +245,7 @@ def make_schedule(
     if name in _OF_SEVERAL_STAGES:
         return _OF_SEVERAL_STAGES[name](num_ranks, stages_per_rank, num_micro_batches)
     if stages_per_rank != 1:
-        several = " or ".join(repr(each) for each in _OF_SEVERAL_STAGES)
+        several = " or ".join(repr(schedule) for schedule in _OF_SEVERAL_STAGES)
         raise ConfigError(
             f"{name} runs one stage per rank, not {stages_per_rank}; use schedule {several}"
         )

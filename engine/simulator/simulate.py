@@ -68,15 +68,15 @@ def critical_path(timeline: Timeline) -> list[int]:
     at = int(np.argmax(timeline.end_ns))
     path = [at]
     while timeline.start_ns[at] > 0:
-        own = into[offsets[at] : offsets[at + 1]]
+        edges = into[offsets[at] : offsets[at + 1]]
         before = -1 if at in first_of_rank else timeline.end_ns[at - 1]
-        arrived = sent.end_ns[own].max(initial=-1)
+        arrived = sent.end_ns[edges].max(initial=-1)
         if max(before, arrived) < 0:  # in a measured step: the rank began late
             break
         if before >= arrived:
             at -= 1
         else:
-            edge = int(own[np.argmax(sent.end_ns[own])])
+            edge = int(edges[np.argmax(sent.end_ns[edges])])
             while sent.start_ns[edge] > timeline.end_ns[sent.sources[edge]]:
                 edge = int(sent.previous[edge])
             at = int(sent.sources[edge])
@@ -127,8 +127,8 @@ def _what_waits(program: Program, end_ns: IntArray) -> str:
     schedule = program.schedule
     waiting = []
     for rank in range(schedule.num_ranks):
-        own = np.arange(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
-        stuck = own[end_ns[own] < 0]
+        operations = np.arange(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
+        stuck = operations[end_ns[operations] < 0]
         if len(stuck):
             waiting.append(f"rank {rank} waits to begin {schedule.action(int(stuck[0]))}")
     return f"schedule {schedule.name} deadlocks: {'; '.join(waiting)}"

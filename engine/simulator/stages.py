@@ -28,15 +28,15 @@ class StageCosts:
     send_back_ns: IntArray
     """Send of the gradient to the previous stage; 0 for the first, and where none is needed."""
     live_bytes: IntArray
-    """Live from the forward pass to the backward pass."""
+    """Bytes live from the forward pass to the backward pass."""
     forward_peak_bytes: IntArray
     """Peak of the forward pass on top of everything live before."""
     backward_peak_bytes: IntArray
     """Peak of the backward pass on top of everything else live; includes its `live_bytes`."""
     held_bytes: IntArray
-    """Live from the backward pass to deferred weight gradients."""
+    """Bytes live from the backward pass to deferred weight gradients."""
     apart_peak_bytes: IntArray
-    """As `backward_peak_bytes`, if weight gradients are deferred."""
+    """Peak of the backward pass likewise, if weight gradients are deferred."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: BoolArray
@@ -51,7 +51,8 @@ class StageCosts:
         sends_grad: BoolArray,
     ) -> "StageCosts":
         """Stages with these times of passes, without memory and with immediate sends."""
-        names, zeros = (f.name for f in fields(cls)), np.zeros_like(forward_ns)
+        names = (f.name for f in fields(cls))
+        zeros = np.zeros_like(forward_ns)
         values: dict[str, Any] = dict.fromkeys(names, zeros)
         values |= {"forward_ns": forward_ns, "input_grad_ns": input_grad_ns}
         values |= {"weight_grad_ns": weight_grad_ns, "sends_grad": sends_grad}
@@ -75,7 +76,7 @@ class StageCosts:
     def take(self, indices: IntArray) -> "StageCosts":
         """The same stages for some of the micro-batches, in the order of `indices`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        taken = {name: own[:, indices] for name, own in columns.items() if own.ndim == 2}
+        taken = {name: column[:, indices] for name, column in columns.items() if column.ndim == 2}
         return StageCosts(**columns | taken)
 
 
@@ -110,6 +111,9 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
     deferred = costs.deferred_bytes
     apart = running - live + np.maximum(whole, deferred) + costs.working_bytes
     starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
+    # what the layers after a layer in its stage defer
+    summed = np.cumsum(deferred, axis=0)
+    apart += summed[np.repeat(last, np.diff(last, prepend=-1))] - summed
     before = np.concatenate([np.zeros_like(running[:1]), running])[starts]
     send, back = np.zeros_like(before), np.zeros_like(before)
     send[:-1] = costs.send_ns[last[:-1]]
@@ -124,18 +128,10 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
         forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         held_bytes=_sums(deferred, starts),
-        apart_peak_bytes=np.maximum.reduceat(apart + _after(deferred, last), starts, axis=0)
-        - before,
+        apart_peak_bytes=np.maximum.reduceat(apart, starts, axis=0) - before,
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )
-
-
-def _after(values: IntArray, last: IntArray) -> IntArray:
-    """Sum over the layers after each layer in its stage."""
-    running = np.cumsum(values, axis=0)
-    ends = np.repeat(last, np.diff(last, prepend=-1))
-    return np.asarray(running[ends] - running)
 
 
 def _sums(values: IntArray, starts: IntArray) -> IntArray:

@@ -6,14 +6,13 @@ later step that needs more memory is repeated so, and the next choice is made fo
 """
 
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.planning.recompute import InfeasiblePlan
 from isobatch.engine.runtime.batch_loads import batch_loads
@@ -68,22 +67,27 @@ class RecomputeAdapter:
 
     def step(self, pipeline: Pipeline, batches: SourceStep) -> StepResult:
         """A training step, repeated with all layers recomputed if memory runs out. OutOfMemory."""
-        own, normalizer = list(batches), batches[0].loss_normalizer
+        micro_batches = list(batches)
+        normalizer = batches[0].loss_normalizer
         rng = torch.get_rng_state(), torch.cuda.get_rng_state() if self._on_gpu else None
         try:
-            return pipeline.step(own, normalizer)
+            return pipeline.step(micro_batches, normalizer)
         except OutOfMemory as error:
             if pipeline.recompute.all():
                 raise
             message = str(error)
         # after the except clause: the error's traceback holds tensors
-        self._recompute_all(pipeline)
+        pipeline.drop_gradients()
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+        pipeline.set_recompute(np.ones_like(pipeline.recompute))
+        self.is_due = True
         torch.set_rng_state(rng[0])
         if rng[1] is not None:
             torch.cuda.set_rng_state(rng[1])
         if is_first_rank():
             print(f"{message}; the step is repeated with every layer recomputed", flush=True)
-        return pipeline.step(own, normalizer)
+        return pipeline.step(micro_batches, normalizer)
 
     def adapt(
         self, pipeline: Pipeline, batches: SourceStep, optimizer: torch.optim.Optimizer | None
@@ -95,7 +99,7 @@ class RecomputeAdapter:
         """
         device = batches[0].input_ids.device
         others = list(self._steps)[1 - MOST_STEPS :]
-        steps = [*([batch.to(device) for batch in own] for own in others), list(batches)]
+        steps = [*([batch.to(device) for batch in step] for step in others), list(batches)]
         is_first, self.is_due = not self._steps, False
         self._steps.append([batch.to("cpu") for batch in batches])  # saves GPU memory
         try:
@@ -109,28 +113,19 @@ class RecomputeAdapter:
         if is_first_rank():
             print(text, flush=True)
 
-    def _recompute_all(self, pipeline: Pipeline) -> None:
-        pipeline.drop_gradients()
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-        pipeline.set_recompute(np.ones_like(pipeline.recompute))
-        self.is_due = True
-
     def _adapt(
         self, pipeline: Pipeline, steps: list[list[Batch]], optimizer: torch.optim.Optimizer | None
     ) -> str:
-        loads = batch_loads([batch for own in steps for batch in own], self._model.preset)
+        """Choose for these steps; -> the choice, for people."""
+        loads = batch_loads([batch for step in steps for batch in step], self._model.preset)
         costs = costs_of(self._profile, self._model.trained, loads)
         if self._evidence is not None:
             self._evidence.parent.mkdir(parents=True, exist_ok=True)
-        found = adapt_running(pipeline, costs, steps, self._options, optimizer)
-        return _choice_text(found, self._model.names)
-
-
-def _choice_text(found: AdaptedRecompute, names: Sequence[str]) -> str:
-    """The choice, for people."""
-    chosen = (
-        ", ".join(names[index] for index in np.flatnonzero(found.recompute).tolist()) or "nothing"
-    )
-    left = ", ".join(f"{size / MIB:,.0f}" for size in found.left_bytes)
-    return f"recomputed from here on: {chosen}; left {left} MiB ({len(found.trials)} runs)"
+        choice = adapt_running(pipeline, costs, steps, self._options, optimizer)
+        names = self._model.names
+        recomputed = [names[index] for index in np.flatnonzero(choice.recompute).tolist()]
+        left_mib = ", ".join(f"{size / MIB:,.0f}" for size in choice.left_bytes)
+        return (
+            f"recomputed from here on: {', '.join(recomputed) or 'nothing'}; left {left_mib} MiB"
+            f" ({len(choice.trials)} runs)"
+        )

@@ -34,31 +34,36 @@ class StepMeasurement:
     after: Any
 
 
-def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
+def gather_figures(measurement: StepMeasurement, num_ranks: int) -> dict[str, float]:
     """Figures of a step over all ranks; `num_ranks` per pipeline."""
-    result, after, before, note = own.result, own.after, own.before, own.batches.note
-    device = own.batches[0].input_ids.device
+    result, after, before, note = (
+        measurement.result,
+        measurement.after,
+        measurement.before,
+        measurement.batches.note,
+    )
+    device = measurement.batches[0].input_ids.device
     columns = {
         "loss": result.loss,
-        "labels": sum(_label_weights(batch) for batch in own.batches),
+        "labels": sum(_label_weights(batch) for batch in measurement.batches),
         "busy_ns": int((result.end_ns - result.start_ns).sum()),
         "span_ns": int(result.end_ns.max(initial=0)),
-        "tokens": sum(len(batch.input_ids) for batch in own.batches),
-        "micro_batches": len(own.batches),
+        "tokens": sum(len(batch.input_ids) for batch in measurement.batches),
+        "micro_batches": len(measurement.batches),
         "data_s": after.waiting_s - before.waiting_s,
         "tuning_s": after.planning_s - before.planning_s,
         "tuned_ns": note.step_ns if isinstance(note, StepNote) else 0,
-        "peak_bytes": own.peak_bytes or 0,
+        "peak_bytes": measurement.peak_bytes or 0,
     }
     mine = torch.tensor(list(columns.values()), dtype=torch.float64, device=device)
     # each (ranks,)
     all_of = dict(zip(columns, torch.stack(all_gather(mine)).cpu().numpy().T, strict=True))
-    found = {
-        "step": own.step,
+    figures = {
+        "step": measurement.step,
         # mean over the step's labels, whatever its losses were divided by
-        "loss": own.batches[0].loss_normalizer
+        "loss": measurement.batches[0].loss_normalizer
         * float(all_of["loss"].sum() / max(1.0, all_of["labels"].sum())),
-        "seconds": own.seconds,
+        "seconds": measurement.seconds,
         "tokens": int(all_of["tokens"].sum()) // num_ranks,
         "micro_batches": int(all_of["micro_batches"].sum()) // num_ranks,
         # from a step's first pass to its last one, on any rank
@@ -70,13 +75,13 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
         "peak_mib": float(all_of["peak_bytes"].max()) / MIB,
     }
     if isinstance(note, StepNote):
-        found |= {
+        figures |= {
             "tuning_s": float(all_of["tuning_s"].max()),
             "untuned_s": note.untuned_ns / 1e9,
             "tuned_s": float(all_of["tuned_ns"].max()) / 1e9,
             "encoded_ahead": int((result.schedule.kinds == PassKind.ENCODE).sum()),
         }
-    return found
+    return figures
 
 
 def _label_weights(batch: Batch) -> float:

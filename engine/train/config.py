@@ -35,9 +35,9 @@ ModelName = Literal[
 ]
 
 
-def _help(text: str, *names: str, least: int | None = None) -> Any:
+def _help(text: str, *names: str, min_value: int | None = None) -> Any:
     """An option with its help text and smallest value."""
-    return typer.Option(*names, help=text, min=least)
+    return typer.Option(*names, help=text, min=min_value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,12 @@ class RunConfig:
         _help(
             "Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: the plan's;"
             " without a plan: 0.",
-            least=0,
+            min_value=0,
         ),
     ] = None
     device: Annotated[Literal["cpu", "cuda"] | None, _help("Default: cuda if there is one.")] = None
     # tensors of tiny models lose more to threads than they gain
-    threads: Annotated[int, _help("CPU threads of each rank.", least=1)] = 1
+    threads: Annotated[int, _help("CPU threads of each rank.", min_value=1)] = 1
     memory_gib: Annotated[
         float | None,
         _help(
@@ -84,17 +84,17 @@ class RunConfig:
 
     def training_mode(self, planned: TrainingMode | None = None) -> TrainingMode:
         """The plan's mode, or by options. ConfigError where they contradict each other."""
-        given: dict[str, Any] = {"precision": self.precision, "zero_stage": self.zero_stage}
-        chosen = {name: value for name, value in given.items() if value is not None}
+        options: dict[str, Any] = {"precision": self.precision, "zero_stage": self.zero_stage}
+        chosen = {name: value for name, value in options.items() if value is not None}
         if planned is None:
             return TrainingMode(**{"precision": "fp32", "zero_stage": 0, **chosen})
         for name, value in chosen.items():
-            own = getattr(planned, name)
-            if value != own:
+            planned_value = getattr(planned, name)
+            if value != planned_value:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"{option} is {value}, but the plan is for {own} ({planned}): plan with"
-                    f" {option} {value}, or leave the option out"
+                    f"{option} is {value}, but the plan is for {planned_value} ({planned}): plan"
+                    f" with {option} {value}, or leave the option out"
                 )
         return planned
 
@@ -110,9 +110,9 @@ class MeasureConfig(RunConfig):
 
     out: Annotated[Path, _help("Folder for profile.json, evidence.json and plan.json.")]
     schedule: Annotated[str, _help(_SCHEDULES)] = "1f1b"
-    stages_per_rank: Annotated[int, _help("For interleaved ones.", least=1)] = 1
-    micro_batches_per_step: Annotated[int, _help("Of the measured step.", least=1)] = 4
-    most_run: Annotated[int, _help("Partitions to run.", least=1)] = 12
+    stages_per_rank: Annotated[int, _help("For interleaved ones.", min_value=1)] = 1
+    micro_batches_per_step: Annotated[int, _help("Of the measured step.", min_value=1)] = 4
+    most_run: Annotated[int, _help("Partitions to run.", min_value=1)] = 12
     cluster: Annotated[str, _help("Preset that the plan names for what was not measured.")] = "h100"
 
 
@@ -125,10 +125,10 @@ class TrainConfig(RunConfig):
     dp: Annotated[int | None, _help("Replicas. Default: the plan's; auto: 1.")] = None
     schedule: Annotated[str | None, _help(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
     stages_per_rank: Annotated[
-        int | None, _help("For interleaved ones. Default: the plan's; auto: 1.", least=1)
+        int | None, _help("For interleaved ones. Default: the plan's; auto: 1.", min_value=1)
     ] = None
     micro_batches_per_step: Annotated[
-        int | None, _help("Per replica. Default: the plan's; auto: 4.", least=1)
+        int | None, _help("Per replica. Default: the plan's; auto: 4.", min_value=1)
     ] = None
     recompute: Annotated[
         Literal["plan", "none", "all", "adapt"] | None,
@@ -139,7 +139,7 @@ class TrainConfig(RunConfig):
         ),
     ] = None
     reserve_gib: Annotated[float, _help("For adapt: memory that its trials leave free.")] = 0.0
-    steps: Annotated[int, _help("In all, those before a resume included.", least=1)] = 60
+    steps: Annotated[int, _help("In all, those before a resume included.", min_value=1)] = 60
     lr: Annotated[float, _help("For random weights; give less for trained ones.")] = 3e-3
     clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
     not_finite: Annotated[
@@ -168,7 +168,7 @@ class TrainConfig(RunConfig):
     ] = None
     effort: Annotated[int, _help("For --tune: limit of the search for an order.")] = 20_000
     state: Annotated[Path | None, _help("Folder to save in, and to resume from.")] = None
-    save_every: Annotated[int, _help("Steps between two saves.", least=1)] = 10
+    save_every: Annotated[int, _help("Steps between two saves.", min_value=1)] = 10
     export: Annotated[Path | None, _help("Folder for the trained model of transformers.")] = None
     figures: Annotated[Path | None, _help("File for each step's figures, lines of JSON.")] = None
     trace: Annotated[Path | None, _help("File for the last step, for ui.perfetto.dev.")] = None

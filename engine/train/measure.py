@@ -56,7 +56,21 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     )
     batches = first_of_all_phases(source, model.preset)
     source.close()
-    request = _plan_request(config, model.preset, batches)
+    cluster = load_cluster(config.cluster)
+    loads = batch_loads(batches, model.preset)
+    memory = config.memory_bytes
+    request = PlanRequest(
+        model=model.preset,
+        cluster=cluster,
+        parallel=Parallelism(pp=dist.get_world_size()),
+        training=Training(mode=config.training_mode()),
+        schedule=config.schedule,
+        stages_per_rank=config.stages_per_rank,
+        num_micro_batches=len(batches),
+        memory_bytes=cluster.usable_memory_bytes if memory is None else memory,
+        loads=loads,
+        full=largest_micro_batch(loads),
+    )
     of_images, of_videos = source.image_token_id, source.video_token_id
     tokens = [of_images] if of_videos is None else [of_images, of_videos]
     profile = profile_step(model.stack, request, batches, tokens, options)
@@ -80,25 +94,6 @@ def first_of_all_phases(source: StepSource, model: ModelPreset) -> list[Batch]:
     )
 
 
-def _plan_request(
-    config: MeasureConfig, model: ModelPreset, batches: Sequence[Batch]
-) -> PlanRequest:
-    cluster, loads = load_cluster(config.cluster), batch_loads(batches, model)
-    memory = config.memory_bytes
-    return PlanRequest(
-        model=model,
-        cluster=cluster,
-        parallel=Parallelism(pp=dist.get_world_size()),
-        training=Training(mode=config.training_mode()),
-        schedule=config.schedule,
-        stages_per_rank=config.stages_per_rank,
-        num_micro_batches=len(batches),
-        memory_bytes=cluster.usable_memory_bytes if memory is None else memory,
-        loads=loads,
-        full=largest_micro_batch(loads),
-    )
-
-
 def _write(folder: Path, profile: Profile, measured: MeasuredPartitions, plan: Plan) -> None:
     """Write the three files. DataError if that fails."""
     try:
@@ -112,20 +107,20 @@ def _write(folder: Path, profile: Profile, measured: MeasuredPartitions, plan: P
 
 def _text(profile: Profile, measured: MeasuredPartitions, names: Sequence[str]) -> str:
     """Measurements and choice, for people."""
-    found = evidence(measured)
+    report = evidence(measured)
     lines = [
         f"profile: fits are off by at most {misfit(profile):.0%}",
         "  predicted   measured  borders",
     ]
-    for row in found["candidates"]:
+    for row in report["candidates"]:
         predicted, median = (
             f"{row[name]:8.1f} ms" if row[name] else "          -"
             for name in ("predicted_ms", "median_ms")
         )
-        chosen = "  <- chosen" if row["borders"] == found["chosen"] else ""
+        chosen = "  <- chosen" if row["borders"] == report["chosen"] else ""
         lines.append(f"{predicted} {median}  {row['borders']}{chosen}")
     lines += [
         f"stage {stage}: {', '.join(names[first:end])}"
-        for stage, (first, end) in enumerate(pairwise(found["chosen"]))
+        for stage, (first, end) in enumerate(pairwise(report["chosen"]))
     ]
     return "\n".join(lines)

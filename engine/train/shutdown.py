@@ -84,13 +84,13 @@ def is_mine_to_print(error: BaseException) -> bool:
 
 
 def _is_mine(error: BaseException, store: Any, rank: int) -> bool:
-    own, asked = f"{_FAULTS}/own", f"{_FAULTS}/asked"
+    fault, asked = f"{_FAULTS}/own", f"{_FAULTS}/asked"
     if isinstance(error, KeyboardInterrupt):  # also from torchrun, because another rank has ended
-        return rank == 0 and not store.check([own])
+        return rank == 0 and not store.check([fault])
     if isinstance(error, PeerLost):
-        mine = not store.check([own]) and store.add(f"{_FAULTS}/lost", 1) == 1
+        mine = not store.check([fault]) and store.add(f"{_FAULTS}/lost", 1) == 1
     else:  # its own fault, or one of all ranks
-        store.set(own, "")
+        store.set(fault, "")
         mine = _is_first_of_its_kind(error, store, rank)
     store.add(asked, 1)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -37,14 +37,15 @@ def make_tuner(
     if memory is None and plan is not None:
         memory = plan.memory_bytes
     profile = read_model_profile(config, plan, model)
-    cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
+    cost = partial(costs_of, profile, model.trained)
+    borders = np.array(layout.borders)
     measured = cost(profile.loads)
     encode = config.encode
     if encode is None:
         encode = "own" if 0 < model.stack.first_trained <= borders[1] else "never"
     if encode != "never":
         frozen_encoder(measured, borders)
-    most = int(profile.loads.llm.tokens.max())
+    max_tokens = int(profile.loads.llm.tokens.max())
     return TunedSteps(
         pipeline=PartitionedModel(
             cost=cost,
@@ -55,7 +56,10 @@ def make_tuner(
             memory_bytes=memory,
         ),
         options=TuneOptions(
-            max_seq_len=most, largest_len=int(FARTHEST * most), encode=encode, effort=config.effort
+            max_seq_len=max_tokens,
+            largest_len=int(FARTHEST * max_tokens),
+            encode=encode,
+            effort=config.effort,
         ),
         loads=partial(sample_loads, model=model.preset),
     )
@@ -68,7 +72,8 @@ def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs
 
 def read_model_profile(config: TrainConfig, plan: Plan | None, model: PipelineModel) -> Profile:
     """The profile of a model's layers. ConfigError if it is of others, by names, sizes or dtype."""
-    path, mode = config.profile, config.training_mode(plan.training.mode if plan else None)
+    path = config.profile
+    mode = config.training_mode(plan.training.mode if plan else None)
     if path is None:
         raise ConfigError("no --profile: give profile.json of `python -m engine measure`")
     profile = read_profile(path)
@@ -87,10 +92,10 @@ def read_model_profile(config: TrainConfig, plan: Plan | None, model: PipelineMo
     # a profile that was not measured may leave them out
     if any(measured) and measured != model.param_counts:
         rows = zip(model.names, measured, model.param_counts, strict=True)
-        layer, found, own = next(row for row in rows if row[1] != row[2])
+        layer, count, model_count = next(row for row in rows if row[1] != row[2])
         raise ConfigError(
-            f"{path} is a profile of a model whose {layer} has {found:,} parameters; the model's"
-            f" has {own:,}: {advice}"
+            f"{path} is a profile of a model whose {layer} has {count:,} parameters; the model's"
+            f" has {model_count:,}: {advice}"
         )
     return profile
 
@@ -100,9 +105,9 @@ def check_same_step(note: StepNote) -> None:
 
     All agree on the samples of each replica, and the ranks of a replica on its micro-batches.
     """
-    told = torch.tensor([note.rank, note.fingerprint, note.own_fingerprint])
-    replicas, steps, own = torch.stack(all_gather(told)).T.tolist()
-    if len(set(steps)) > 1 or len(set(zip(replicas, own, strict=True))) > len(set(replicas)):
+    local_plan = torch.tensor([note.rank, note.fingerprint, note.pipeline_fingerprint])
+    replicas, steps, rank_plans = torch.stack(all_gather(local_plan)).T.tolist()
+    if len(set(steps)) > 1 or len(set(zip(replicas, rank_plans, strict=True))) > len(set(replicas)):
         raise ConfigError(
             "the ranks tuned the step differently: give all the same build, plan and profile"
         )

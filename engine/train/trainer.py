@@ -17,7 +17,6 @@ import torch.distributed as dist
 from isobatch.common.consoles import print_line
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.charts.trace import make_trace
-from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.planning.plan import Plan, read_plan
 from isobatch.engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from isobatch.engine.runtime.communication.collectives import any_rank
@@ -29,7 +28,6 @@ from isobatch.engine.train._step_report import StepMeasurement, gather_figures, 
 from isobatch.engine.train.config import TrainConfig
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.layout import (
-    Layout,
     apply_plan,
     layout_text,
     make_layout,
@@ -57,7 +55,7 @@ class TrainingRun:
     pipeline: Pipeline
     source: StepSource
     optimizer: torch.optim.Optimizer | None
-    """None if nothing on this rank is trained."""
+    """The optimizer; None if nothing on this rank is trained."""
     num_ranks: int
     """Ranks per pipeline."""
     step: int
@@ -94,7 +92,16 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
             options["images"] = "patches"  # for ranks that encode ahead too
         source = open_source(config.build, **options)
     # pipeline, optimizer and their state
-    pipeline = _make_pipeline(config, mode, layout, model, device)
+    pipeline_options = PipelineOptions(
+        schedule=layout.schedule,
+        stages_per_rank=layout.stages_per_rank,
+        device=device,
+        mode=mode,
+        encoder_ranks=range(1, len(pipelines[0])) if config.encode == "any" else (),
+    )
+    pipeline = Pipeline(
+        model.stack, layout.borders, layout.recompute, layout.pipelines, pipeline_options
+    )
     trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
     # fused: torch's default for GPUs makes a copy of all moments in each step
     optimizer = torch.optim.AdamW(trained, lr=config.lr, fused=True) if trained else None
@@ -122,11 +129,17 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
 
     StoppedBySignal on all ranks if any of them got SIGTERM: the step is finished and saved.
     """
-    first, stop = run.step, StopSignal()
+    first = run.step
+    stop = StopSignal()
     with stop.noting():
         last = _run_steps(run, config, stop)
     if config.trace and last is not None:
-        _write_trace(run.pipeline, last, config.trace)
+        timeline = run.pipeline.timeline(last)
+        try:
+            if is_first_rank():
+                config.trace.write_text(json.dumps(make_trace(timeline)))
+        except OSError as error:
+            raise DataError(f"{config.trace}: {error.strerror}") from None
     if config.export and run.model.export(run.pipeline, config.export):
         print_line(f"wrote {config.export}")
     if config.state and run.step > first and is_first_rank():
@@ -135,14 +148,16 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
 
 def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepResult | None:
     """The loop; -> the last step that was not skipped."""
-    begun, before, last = time.perf_counter(), run.source.stats(), None
+    begun = time.perf_counter()
+    before = run.source.stats()
+    last = None
     for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
         after = run.source.stats()
         result = train_step(run, batches, config)
         now = time.perf_counter()
         if result is not None:
             last = result
-            own = StepMeasurement(
+            measurement = StepMeasurement(
                 step=run.step,
                 batches=batches,
                 result=result,
@@ -151,7 +166,7 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
                 before=before,
                 after=after,
             )
-            figures = gather_figures(own, run.num_ranks)
+            figures = gather_figures(measurement, run.num_ranks)
             if is_first_rank():
                 report_step(figures, config.figures)
         before = after
@@ -160,15 +175,11 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
         adapts = result is not None and not stops
         begun = _finish_step(run, batches, config, saves=stops, adapts=adapts) or now
         if stops:
-            raise _stopped(run.step - 1, config.state)
+            saved = "nothing is saved without --state"
+            if config.state is not None:
+                saved = f"saved in {config.state}; the same command continues there"
+            raise StoppedBySignal(f"stopped by SIGTERM after step {run.step - 1}: {saved}")
     return last
-
-
-def _stopped(step: int, state: Path | None) -> StoppedBySignal:
-    saved = "nothing is saved without --state"
-    if state is not None:
-        saved = f"saved in {state}; the same command continues there"
-    return StoppedBySignal(f"stopped by SIGTERM after step {step}: {saved}")
 
 
 def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> StepResult | None:
@@ -220,25 +231,6 @@ def _open_model(
     return model
 
 
-def _make_pipeline(
-    config: TrainConfig,
-    mode: TrainingMode,
-    layout: Layout,
-    model: PipelineModel,
-    device: torch.device,
-) -> Pipeline:
-    """This rank's stages."""
-    encodes = config.encode == "any"
-    options = PipelineOptions(
-        schedule=layout.schedule,
-        stages_per_rank=layout.stages_per_rank,
-        device=device,
-        mode=mode,
-        encoder_ranks=range(1, len(layout.pipelines[0])) if encodes else (),
-    )
-    return Pipeline(model.stack, layout.borders, layout.recompute, layout.pipelines, options)
-
-
 def _finish_step(
     run: TrainingRun, batches: SourceStep, config: TrainConfig, *, saves: bool, adapts: bool
 ) -> float | None:
@@ -251,13 +243,3 @@ def _finish_step(
     if run.adapter is not None and adapts:
         run.adapter.adapt(run.pipeline, batches, run.optimizer)
     return time.perf_counter() if (saves and config.state) or adapts else None
-
-
-def _write_trace(pipeline: Pipeline, result: StepResult, path: Path) -> None:
-    """Write a measured step. All ranks call it. DataError if it cannot be written."""
-    timeline = pipeline.timeline(result)
-    if is_first_rank():
-        try:
-            path.write_text(json.dumps(make_trace(timeline)))
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from None

@@ -70,11 +70,11 @@ def lower_bound(problem: OrderProblem) -> int:
         into[stage] = into[stage - 1] + stages.forward_ns[stage - 1] + stages.send_ns[stage - 1]
         if stages.sends_grad[stage - 1] and not splits:
             out[stage] = out[stage - 1] + stages.backward_ns[stage - 1] + stages.send_back_ns[stage]
-    own = [
+    bounds = [
         int(busy[rank::num_ranks].sum() + into[rank].min() + out[rank].min())
         for rank in range(num_ranks)
     ]
-    return max(own)
+    return max(bounds)
 
 
 # training continues while a thread that works ahead searches
@@ -87,20 +87,20 @@ def _climb(kernel, order, scratch, limits):  # type: ignore[no-untyped-def]
     actions, times, memory, ahead = kernel
     goal, trials, seed = limits
     np.random.seed(seed)
-    count, tried, least = len(order), 0, NEVER
+    count, tried, best_ns = len(order), 0, NEVER
     if fits(actions, memory, order, scratch.now):
-        least = run_order(actions, times, ahead, order, scratch)
+        best_ns = run_order(actions, times, ahead, order, scratch)
     changed = order.copy()
-    while tried < trials and least > goal and count > 1:
+    while tried < trials and best_ns > goal and count > 1:
         tried += 1
         here, there = np.random.randint(count), np.random.randint(count)
         if here == there:
             continue
         _change(order, here, there, np.random.randint(2) == 0, changed)
         step_ns = run_order(actions, times, ahead, changed, scratch)
-        if step_ns <= least and fits(actions, memory, changed, scratch.now):
-            order[:], least = changed, step_ns
-    return least, tried
+        if step_ns <= best_ns and fits(actions, memory, changed, scratch.now):
+            order[:], best_ns = changed, step_ns
+    return best_ns, tried
 
 
 @numba.njit(cache=True)

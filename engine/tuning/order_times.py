@@ -41,7 +41,7 @@ class SortedActions(NamedTuple):
     """Index here of another rank's action whose result it waits for, or NONE."""
     targets: IntArray
     """Rank that receives its result; its own rank if none."""
-    own_places: IntArray
+    indices: IntArray
     """Index in the schedule."""
 
 
@@ -57,9 +57,9 @@ class PassTimes(NamedTuple):
 class MemoryBudget(NamedTuple):
     """Memory of actions and its limit, in bytes."""
 
-    left: IntArray
-    """With `most`: `engine.simulator.evaluate.bytes_by_kind`."""
-    most: IntArray
+    changes: IntArray
+    """Bytes that actions leave; with `peaks`, `engine.simulator.evaluate.bytes_by_kind`."""
+    peaks: IntArray
     state: IntArray
     """(ranks,)."""
     limit: int
@@ -127,15 +127,18 @@ class OrderProblem:
     def scratch(self) -> Scratch:
         """New memory for the loop."""
         ranks, count = self.schedule.num_ranks, self.num_micro_batches
-        one, own = np.empty(len(self.schedule), np.int64), np.empty(count, np.int64)
+        by_action, by_micro_batch = (
+            np.empty(len(self.schedule), np.int64),
+            np.empty(count, np.int64),
+        )
         return Scratch(
             now=np.empty(ranks, np.int64),
             free=np.empty((ranks, ranks), np.int64),
-            arrivals=one,
+            arrivals=by_action,
             gaps=np.empty((4, len(self.schedule)), np.int64),
-            entered=own,
-            gap_before=own.copy(),
-            begins=own.copy(),
+            entered=by_micro_batch,
+            gap_before=by_micro_batch.copy(),
+            begins=by_micro_batch.copy(),
         )
 
 
@@ -146,7 +149,7 @@ def order_problem(
     ahead: EncodeAhead | None = None,
 ) -> OrderProblem:
     """The problem of ordering micro-batches; `memory_bytes` None: no limit. May raise Deadlock."""
-    left, most = bytes_by_kind(stages)
+    changes, peaks = bytes_by_kind(stages)
     ahead = nothing_ahead(schedule) if ahead is None else ahead
     times = (stages.forward_ns, stages.backward_ns, stages.input_grad_ns, stages.weight_grad_ns)
     state = schedule.sum_by_rank(stages.state_bytes) + ahead.reserved_bytes
@@ -156,7 +159,7 @@ def order_problem(
         stages=stages,
         actions=_actions(schedule, tuple(stages.sends_grad.tolist())),
         times=PassTimes(np.stack(times), np.stack([stages.send_ns, stages.send_back_ns])),
-        memory=MemoryBudget(left, most, state, limit),
+        memory=MemoryBudget(changes, peaks, state, limit),
         ahead=ahead,
     )
 
@@ -188,11 +191,11 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     # results that go to another rank
-    made_by = program.edge_sources
-    travels = ranks[made_by] != ranks[program.edge_targets]
-    made_by, wanted = made_by[travels], program.edge_targets[travels]
+    producers = program.edge_sources
+    travels = ranks[producers] != ranks[program.edge_targets]
+    producers, wanted = producers[travels], program.edge_targets[travels]
     sources, targets = np.full(len(schedule), NONE), ranks.copy()
-    sources[wanted], targets[made_by] = place[made_by], ranks[wanted]
+    sources[wanted], targets[producers] = place[producers], ranks[wanted]
     return SortedActions(
         ranks=ranks[order],
         kinds=schedule.kinds[order],
@@ -200,7 +203,7 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
         places=schedule.micro_batches[order],
         sources=sources[order],
         targets=targets[order],
-        own_places=order,
+        indices=order,
     )
 
 
@@ -227,9 +230,9 @@ def fits(actions, memory, order, live):  # type: ignore[no-untyped-def]
     for at in range(len(actions.ranks)):
         rank, kind, stage = actions.ranks[at], actions.kinds[at], actions.stages[at]
         number = order[actions.places[at]]
-        if live[rank] + memory.most[kind, stage, number] > memory.limit:
+        if live[rank] + memory.peaks[kind, stage, number] > memory.limit:
             return False
-        live[rank] += memory.left[kind, stage, number]
+        live[rank] += memory.changes[kind, stage, number]
     return True
 
 
@@ -239,7 +242,7 @@ def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped
     now, free, arrivals = scratch.now, scratch.free, scratch.arrivals
     now[:], free[:], scratch.gap_before[:] = 0, 0, NONE
     encodes = ahead.window > 0 and ahead.allowed.any()
-    least = _least(ahead.encode_ns) if encodes else 0
+    shortest = _shortest(ahead.encode_ns) if encodes else 0
     num_gaps, num_entered = 0, 0
     for at in range(len(actions.ranks)):
         # begin when the rank is free and the input has arrived
@@ -250,7 +253,7 @@ def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped
             start = max(start, arrivals[actions.sources[at]])
         if encodes:
             # note idle time, and use it when the first stage starts a micro-batch
-            if start - now[rank] >= least and ahead.allowed[rank]:
+            if start - now[rank] >= shortest and ahead.allowed[rank]:
                 scratch.gaps[0, num_gaps], scratch.gaps[1, num_gaps] = now[rank], start
                 scratch.gaps[2, num_gaps], scratch.gaps[3, num_gaps] = rank, at
                 num_gaps += 1
@@ -270,13 +273,13 @@ def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped
 
 
 @numba.njit(cache=True)
-def _least(encode_ns):  # type: ignore[no-untyped-def]
+def _shortest(encode_ns):  # type: ignore[no-untyped-def]
     """The shortest encoding: shorter gaps are of no use."""
-    least = NEVER
+    shortest = NEVER
     for time in encode_ns:
-        if 0 < time < least:
-            least = time
-    return least
+        if 0 < time < shortest:
+            shortest = time
+    return shortest
 
 
 @numba.njit(cache=True)
@@ -291,17 +294,17 @@ def _encode(ahead, number, now, num_gaps, num_entered, scratch):  # type: ignore
         return now
     # features of at most `window` micro-batches may wait
     earliest = scratch.entered[num_entered - ahead.window] if num_entered >= ahead.window else 0
-    best, least, travels, waste = NONE, now + encode_ns, False, 0
+    best, best_ready, travels, waste = NONE, now + encode_ns, False, 0
     for gap in range(num_gaps):
         end, rank = scratch.gaps[0, gap] + encode_ns, scratch.gaps[2, gap]
-        left = scratch.gaps[1, gap] - end
-        if left < 0 or scratch.gaps[0, gap] < earliest:
+        unused = scratch.gaps[1, gap] - end
+        if unused < 0 or scratch.gaps[0, gap] < earliest:
             continue
         ready = max(now, end + ahead.send_ns[number] * (rank != 0))
-        if (ready, rank != 0, left) < (least, travels, waste):
-            best, least, travels, waste = gap, ready, rank != 0, left
+        if (ready, rank != 0, unused) < (best_ready, travels, waste):
+            best, best_ready, travels, waste = gap, ready, rank != 0, unused
     if best >= 0:
         scratch.gap_before[number] = scratch.gaps[3, best]
         scratch.begins[number] = scratch.gaps[0, best]
         scratch.gaps[0, best] += encode_ns
-    return least
+    return best_ready

@@ -35,7 +35,8 @@ def pack_in_order(lengths: IntArray, max_len: int) -> Groups:
     >>> pack_in_order(np.array([3, 2, 4, 9, 1]), 6).offsets.tolist()
     [0, 2, 3, 4, 5]
     """
-    offsets, filled = [0], 0
+    offsets = [0]
+    filled = 0
     for place, length in enumerate(np.asarray(lengths).tolist()):
         if place > offsets[-1] and filled + length > max_len:
             offsets.append(place)
@@ -54,41 +55,42 @@ def marginal_costs(
     # (phases, quantities) of the mean micro-batch
     count = max(1, num_micro_batches)
     phases = [getattr(samples, phase) for phase in PHASES]
-    mean = np.array([[getattr(own, q).sum() // count for q in QUANTITIES] for own in phases])
+    mean = np.array([[getattr(phase, q).sum() // count for q in QUANTITIES] for phase in phases])
     # the mean micro-batch, and one per quantity with twice as much of it
     probes = np.repeat(mean[:, :, np.newaxis], 1 + mean.size, axis=2)
     for number, (phase, quantity) in enumerate(np.ndindex(*mean.shape)):
         probes[phase, quantity, 1 + number] *= 2
-    probed = dict(zip(PHASES, (PhaseLoads(*own) for own in probes), strict=True))
+    probed = dict(zip(PHASES, (PhaseLoads(*columns) for columns in probes), strict=True))
     costs = cost(Loads(**probed))
     again = np.where(np.asarray(recompute)[:, np.newaxis], costs.recompute_ns, 0)
     total = (costs.forward_ns + costs.backward_ns + again).sum(axis=0).astype(np.float64)
     slopes = np.maximum(total[1:] - total[0], 0).reshape(mean.shape) / np.maximum(mean, 1)
 
-    def marginal(phase: PhaseLoads, own: FloatArray) -> FloatArray:
-        terms = (slope * getattr(phase, q) for q, slope in zip(QUANTITIES, own, strict=True))
-        return sum(terms, start=np.zeros(len(samples)))
-
-    return {p: marginal(getattr(samples, p), own) for p, own in zip(PHASES, slopes, strict=True)}
+    by_phase = {}
+    for name, phase_slopes in zip(PHASES, slopes, strict=True):
+        load = getattr(samples, name)
+        terms = (s * getattr(load, q) for q, s in zip(QUANTITIES, phase_slopes, strict=True))
+        by_phase[name] = sum(terms, start=np.zeros(len(samples)))
+    return by_phase
 
 
 def lengths_to_try(
-    lengths: IntArray, *, max_seq_len: int, sizes: MicroBatchSizes, given: int, num_stages: int
+    lengths: IntArray, *, max_seq_len: int, sizes: MicroBatchSizes, first_len: int, num_stages: int
 ) -> list[int]:
-    """L_max of each micro-batch size to try: `given` first, then the largest first.
+    """L_max of each micro-batch size to try: `first_len` first, then the largest first.
 
     No two give the same number of micro-batches, and none is below the longest sample.
     """
     total, longest = max(1, int(lengths.sum())), max(1, int(lengths.max(initial=1)))
-    wanted = [max(given, longest)]
+    wanted = [max(first_len, longest)]
     if sizes != "given":
         multiples = range(-(-longest // max_seq_len), -(-total // max_seq_len) + 1)
         wanted += [multiple * max_seq_len for multiple in multiples]
     if sizes == "any":
-        most = min(len(lengths), max(MOST_PER_STAGE * num_stages, -(-total // max_seq_len)))
-        powers = STEP ** np.arange(0, np.log(most + 1) / np.log(STEP))
+        max_count = min(len(lengths), max(MOST_PER_STAGE * num_stages, -(-total // max_seq_len)))
+        powers = STEP ** np.arange(0, np.log(max_count + 1) / np.log(STEP))
         counts = np.unique(np.rint(powers).astype(np.int64))
-        wanted += [max(longest, -(-total // int(count))) for count in counts if count <= most]
+        wanted += [max(longest, -(-total // int(count))) for count in counts if count <= max_count]
     by_count: dict[int, int] = {}
     for max_len in wanted:
         by_count.setdefault(-(-total // max_len), max_len)

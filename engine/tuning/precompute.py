@@ -99,15 +99,16 @@ def where_to_encode(
         return nothing_ahead(schedule)
     allowed = np.full(schedule.num_ranks, where == "any")
     allowed[0] = True
-    window, reserved = stages.num_micro_batches, np.zeros(schedule.num_ranks, np.int64)
+    window = stages.num_micro_batches
+    reserved = np.zeros(schedule.num_ranks, np.int64)
     if memory_bytes is not None:
         free = memory_bytes - memory_of(schedule, stages).peak_bytes
-        most = int(encoder.feature_bytes.max(initial=0))
-        window = min(window, max(0, int(free[0]) // max(most, 1)))
-        copy = encoder.state_bytes + most + int(encoder.working_bytes.max(initial=0))
+        feature_bytes = int(encoder.feature_bytes.max(initial=0))
+        window = min(window, max(0, int(free[0]) // max(feature_bytes, 1)))
+        copy = encoder.state_bytes + feature_bytes + int(encoder.working_bytes.max(initial=0))
         allowed[1:] &= free[1:] >= copy
         reserved[1:] = np.where(allowed[1:], copy, 0)
-        reserved[0] = window * most
+        reserved[0] = window * feature_bytes
     return EncodeAhead(encoder.forward_ns, encoder.send_ns, allowed, window, reserved)
 
 
@@ -132,11 +133,12 @@ class EncodedStep:
 
 def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> EncodedStep:
     """An order with its encodings in the gaps that `problem.ahead` allows."""
-    scratch, given = problem.scratch(), np.ascontiguousarray(order, np.int64)
-    run_order(problem.actions, problem.times, problem.ahead, given, scratch)
+    scratch = problem.scratch()
+    entering = np.ascontiguousarray(order, np.int64)
+    run_order(problem.actions, problem.times, problem.ahead, entering, scratch)
     is_ahead = scratch.gap_before[order] >= 0
     ahead = np.flatnonzero(is_ahead)
-    before = problem.actions.own_places[scratch.gap_before[order[ahead]]]
+    before = problem.actions.indices[scratch.gap_before[order[ahead]]]
     schedule, ranks = _with_encodings(problem.schedule, ahead, before, scratch.begins[order[ahead]])
     ordered, encoder = problem.stages.take(order), encoder.take(order)
     forward = ordered.forward_ns.copy()
@@ -168,7 +170,7 @@ def _with_encodings(
     more_per_rank = np.bincount(ranks, minlength=schedule.num_ranks)
     if not more:
         return schedule, ranks
-    made = replace(
+    encoded = replace(
         schedule,
         name=f"{schedule.name}+encode",
         kinds=np.concatenate([schedule.kinds, np.full(more, PassKind.ENCODE)])[order],
@@ -176,7 +178,7 @@ def _with_encodings(
         micro_batches=np.concatenate([schedule.micro_batches, ahead])[order],
         rank_offsets=schedule.rank_offsets + np.concatenate([[0], np.cumsum(more_per_rank)]),
     )
-    return made, ranks
+    return encoded, ranks
 
 
 def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray:
@@ -185,8 +187,7 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     Features are on the rank that encodes from the start of their encoding until they have arrived,
     and on the first rank from the end of their encoding until the first stage's pass has ended.
     """
-    program = timeline.program
-    schedule = program.schedule
+    schedule = timeline.program.schedule
     during = memory_of(schedule, stages).during_bytes
     ranks, numbers = schedule.ranks, schedule.micro_batches
     is_encoding = schedule.kinds == PassKind.ENCODE

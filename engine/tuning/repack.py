@@ -41,7 +41,19 @@ def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
     [[0, 3], [1, 2]]
     """
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
-    _check(lengths, costs, max_len)
+    if len(lengths) != len(costs):
+        raise ValueError(f"{len(lengths)} lengths but {len(costs)} costs; give one of each sample")
+    if len(lengths) and not (lengths.min() >= 0 and costs.min() >= 0 and np.isfinite(costs).all()):
+        lowest = f"lowest length {lengths.min()}, lowest cost {costs.min()}"
+        raise ValueError(f"{lowest}; give finite ones from 0 on")
+    if max_len < 1:
+        raise ValueError(f"max_len is {max_len} tokens; give at least 1")
+    over = np.flatnonzero(lengths > max_len)
+    if len(over):
+        raise ValueError(
+            f"{len(over)} samples are longer than max_len {max_len} (first: sample {over[0]} with"
+            f" {lengths[over[0]]}); reject or split them first"
+        )
     order = np.lexsort((-lengths, -costs))
     fewest = max(-(-int(lengths.sum()) // max_len), min(1, len(lengths)))
     batches, used = _pack(lengths, costs, order, max_len, fewest)
@@ -66,8 +78,10 @@ def cluster_costs(
     """
     costs = np.asarray(costs, dtype=np.float64)
     if max_clusters < 1 or not (costs >= 0).all() or not np.isfinite(costs).all():
-        found = f"max_clusters is {max_clusters}, lowest cost {costs.min()}"
-        raise ValueError(f"{found}; give at least 1, and costs >= 0")
+        raise ValueError(
+            f"max_clusters is {max_clusters}, lowest cost {costs.min()}; "
+            "give at least 1, and costs >= 0"
+        )
     values, inverse, counts = np.unique(costs, return_inverse=True, return_counts=True)
     if len(values) < 2:
         return np.zeros(len(costs), np.int64)
@@ -91,22 +105,6 @@ def cluster_orders(clusters: IntArray) -> Iterator[IntArray]:
         yield np.argsort(np.argsort(turns)[clusters] if turns else clusters, kind="stable")
 
 
-def _check(lengths: IntArray, costs: FloatArray, max_len: int) -> None:
-    if len(lengths) != len(costs):
-        raise ValueError(f"{len(lengths)} lengths but {len(costs)} costs; give one of each sample")
-    if len(lengths) and not (lengths.min() >= 0 and costs.min() >= 0 and np.isfinite(costs).all()):
-        lowest = f"lowest length {lengths.min()}, lowest cost {costs.min()}"
-        raise ValueError(f"{lowest}; give finite ones from 0 on")
-    if max_len < 1:
-        raise ValueError(f"max_len is {max_len} tokens; give at least 1")
-    over = np.flatnonzero(lengths > max_len)
-    if len(over):
-        raise ValueError(
-            f"{len(over)} samples are longer than max_len {max_len} (first: sample {over[0]} with"
-            f" {lengths[over[0]]}); reject or split them first"
-        )
-
-
 def _unevenness(costs: FloatArray, batches: IntArray, num_batches: int) -> float:
     """max / mean cost of the micro-batches, times a constant: the total is the same in all."""
     return float(np.bincount(batches, costs).max()) * num_batches
@@ -116,8 +114,8 @@ def _unevenness(costs: FloatArray, batches: IntArray, num_batches: int) -> float
 def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyped-def]
     """Place the samples of `order`, from `num_batches` micro-batches; -> (batches, how many)."""
     batches = np.empty(len(order), np.int64)
-    most = num_batches + len(order)
-    batch_len, batch_cost = np.zeros(most, np.int64), np.zeros(most, np.float64)
+    max_batches = num_batches + len(order)
+    batch_len, batch_cost = np.zeros(max_batches, np.int64), np.zeros(max_batches, np.float64)
     for sample in order:
         cheapest = -1
         for batch in range(num_batches):
@@ -157,7 +155,8 @@ def _split(values, weights, num_clusters):  # type: ignore[no-untyped-def]
                 if reached < best[clusters, end]:
                     best[clusters, end], cut[clusters, end] = reached, start
     # back from the last value
-    labels, end = np.empty(num_values, np.int64), num_values
+    labels = np.empty(num_values, np.int64)
+    end = num_values
     for clusters in range(num_clusters, 0, -1):
         labels[cut[clusters, end] : end] = clusters - 1
         end = cut[clusters, end]

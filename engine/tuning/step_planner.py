@@ -28,7 +28,7 @@ from isobatch.engine.tuning.repack import pack_balanced
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6
-"""Few enough that the number is exact in any format, such as float64."""
+"""Size of a fingerprint: small enough to be exact in any format, such as float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class StepNote:
     """Time of the slowest rank for the step as given."""
     fingerprint: int
     """Hash of the samples of each rank: equal on all ranks that planned one step."""
-    own_fingerprint: int
+    pipeline_fingerprint: int
     """Hash of this rank's micro-batches and schedule: equal on all ranks of its pipeline."""
 
 
@@ -79,7 +79,7 @@ class TunedStep:
                 step_ns=one.step_ns if one is not None else 0,
                 untuned_ns=self.untuned_ns,
                 fingerprint=self.fingerprint,
-                own_fingerprint=_own_fingerprint(groups, one),
+                pipeline_fingerprint=_pipeline_fingerprint(groups, one),
             )
             for rank, (groups, one) in enumerate(zip(self.groups, self.tuned, strict=True))
         )
@@ -102,44 +102,45 @@ class TunedSteps:
     def plan(self, samples: StepRequest) -> TunedStep:
         """The same with predicted times; of all ranks if none of them asks."""
         loads = self.loads(samples.counts)
-        given = [self._given(samples, rank) for rank in range(samples.dp)]
-        untuned_ns = self._slowest_ns(loads, given, memory_bytes=None)
-        chosen = given
+        groups = [self._rank_groups(samples, rank) for rank in range(samples.dp)]
+        untuned_ns = self._slowest_ns(loads, groups, memory_bytes=None)
+        chosen = groups
         if samples.dp > 1 and len(samples):
-            assigned = self._assign(loads, given)
+            assigned = self._assign(loads, groups)
             memory_bytes = self.pipeline.memory_bytes
             if self._slowest_ns(loads, assigned, memory_bytes=memory_bytes) <= untuned_ns:
                 chosen = assigned
         asked = range(samples.dp) if samples.rank is None else [samples.rank]
         tuned = [
-            self._tune(loads, own) if rank in asked and len(own.samples) else None
-            for rank, own in enumerate(chosen)
+            self._tune(loads, part) if rank in asked and len(part.samples) else None
+            for rank, part in enumerate(chosen)
         ]
         return TunedStep(
             groups=tuple(map(_numbered, tuned, chosen)),
             tuned=tuple(tuned),
             untuned_ns=untuned_ns,
-            fingerprint=_digest([np.sort(own.samples) for own in chosen]),
+            fingerprint=_digest([np.sort(part.samples) for part in chosen]),
         )
 
-    def _given(self, samples: StepRequest, rank: int) -> Groups:
+    def _rank_groups(self, samples: StepRequest, rank: int) -> Groups:
         """A rank's micro-batches that hold samples."""
         first, last = rank * samples.micro_batches, (rank + 1) * samples.micro_batches
         offsets = np.unique(samples.offsets[first : last + 1])
         return Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0])
 
-    def _assign(self, loads: Loads, given: list[Groups]) -> list[Groups]:
+    def _assign(self, loads: Loads, groups: list[Groups]) -> list[Groups]:
         """All samples assigned to ranks by cost, in micro-batches of even cost."""
-        lengths, count = loads.llm.tokens, sum(map(len, given))
+        lengths = loads.llm.tokens
+        count = sum(map(len, groups))
         costs = marginal_costs(self.pipeline.cost, loads, self.pipeline.recompute, count)
-        largest = max(int(own.sum(lengths).max(initial=1)) for own in given)
+        largest = max(int(samples.sum(lengths).max(initial=1)) for samples in groups)
         weights = sum(costs.values(), np.zeros(len(lengths)))
-        parts = as_batches(balance_sums(weights, len(given)), len(given))
+        parts = as_batches(balance_sums(weights, len(groups)), len(groups))
         assigned = []
-        for rank in range(len(given)):
-            own = parts[rank]
-            packed = pack_balanced(lengths[own], weights[own], max_len=largest)
-            assigned.append(Groups(own[packed.samples], packed.offsets))
+        for rank in range(len(groups)):
+            samples = parts[rank]
+            packed = pack_balanced(lengths[samples], weights[samples], max_len=largest)
+            assigned.append(Groups(samples[packed.samples], packed.offsets))
         return assigned
 
     def _slowest_ns(
@@ -149,36 +150,38 @@ class TunedSteps:
 
         NEVER if one needs more memory.
         """
-        pipeline, filled = self.pipeline, [own for own in ranks if len(own.samples)]
+        pipeline = self.pipeline
+        filled = [part for part in ranks if len(part.samples)]
         if not filled:
             return 0
-        costs = pipeline.cost(joined_loads([packed_loads(loads, own) for own in filled]))
+        costs = pipeline.cost(joined_loads([packed_loads(loads, part) for part in filled]))
         stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
-        ends, slowest_ns = np.cumsum([0, *map(len, filled)]), 0
+        ends = np.cumsum([0, *map(len, filled)])
+        slowest_ns = 0
         for first, end in pairwise(ends.tolist()):
             schedule = schedule_for(
                 pipeline.schedule, pipeline.borders, end - first, pipeline.stages_per_rank
             )
-            own = stages.take(np.arange(first, end))
-            problem = order_problem(schedule, own, memory_bytes)
+            rank_stages = stages.take(np.arange(first, end))
+            problem = order_problem(schedule, rank_stages, memory_bytes)
             order = np.arange(end - first)
             slowest_ns = max(slowest_ns, int(times_of_orders(problem, order[np.newaxis])[0]))
         return slowest_ns
 
-    def _tune(self, loads: Loads, own: Groups) -> TuneResult:
+    def _tune(self, loads: Loads, part: Groups) -> TuneResult:
         """A rank's pipeline, tuned."""
-        groups = Groups(np.arange(len(own.samples)), own.offsets)
-        return tune(loads.take(own.samples), groups, self.pipeline, self.options)
+        groups = Groups(np.arange(len(part.samples)), part.offsets)
+        return tune(loads.take(part.samples), groups, self.pipeline, self.options)
 
 
-def _numbered(tuned: TuneResult | None, given: Groups) -> Groups:
+def _numbered(tuned: TuneResult | None, groups: Groups) -> Groups:
     """Tuned micro-batches in the step's numbers of samples; untuned, one with all."""
     if tuned is None:
-        return Groups(given.samples, np.array([0, len(given.samples)]))
-    return Groups(given.samples[tuned.groups.samples], tuned.groups.offsets)
+        return Groups(groups.samples, np.array([0, len(groups.samples)]))
+    return Groups(groups.samples[tuned.groups.samples], tuned.groups.offsets)
 
 
-def _own_fingerprint(groups: Groups, tuned: TuneResult | None) -> int:
+def _pipeline_fingerprint(groups: Groups, tuned: TuneResult | None) -> int:
     parts = [groups.samples, groups.offsets]
     if tuned is not None:
         schedule = tuned.step.schedule

@@ -18,7 +18,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
 from isobatch.engine.simulator.evaluate import schedule_for
-from isobatch.engine.simulator.stages import StageCosts, stage_costs
+from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning._order_search import search_clusters, search_swaps
 from isobatch.engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
 from isobatch.engine.tuning.pack import (
@@ -84,13 +84,13 @@ class Breakdown:
     """Best step with each ingredient and those above it, ns: PipeTune's Table 2."""
 
     untuned_ns: int
-    """The given micro-batches in their order."""
+    """Step of the given micro-batches in their order."""
     balanced_ns: int
-    """Packed to even costs, at the given size."""
+    """Step packed to even costs, at the given size."""
     reordered_ns: int
-    """In the best order found, with early encoding."""
+    """Step in the best order found, with early encoding."""
     resized_ns: int
-    """With any size that fits."""
+    """Step with any size that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,30 +143,31 @@ class _Found:
 
 
 def tune(
-    samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
+    samples: Loads, micro_batches: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> TuneResult:
     """Choose the micro-batches of a step, their order and early encodings.
 
-    `samples`: a column per sample. `given`: the untuned micro-batches, with every sample in one.
+    `samples`: a column per sample. `micro_batches`: the untuned ones, with every sample in one.
     ConfigError if no micro-batches fit into memory, or if a trained encoder would run ahead.
     """
     lengths = samples.llm.tokens
-    if not len(given) or not len(lengths):
+    if not len(micro_batches) or not len(lengths):
         raise ConfigError(
-            f"{len(given)} micro-batches of {len(lengths)} samples; give at least one of each"
+            f"{len(micro_batches)} micro-batches of {len(lengths)} samples; give at least one of"
+            " each"
         )
-    untuned, same_size, others = _candidates(samples, given, pipeline, options)
+    untuned, same_size, others = _candidates(samples, micro_batches, pipeline, options)
     plain = _as_given(untuned)
-    found = _fitting([plain], pipeline)
-    fits_untuned = bool(found)
-    found += _fitting([_as_given(one) for one in same_size], pipeline)
-    balanced_ns = _least(found, plain)
-    found += _search([untuned], pipeline, options) + _search(same_size, pipeline, options)
-    reordered_ns = _least(found, plain)
-    found += _search(others, pipeline, options)
-    if not found:
+    steps = _fitting([plain], pipeline)
+    fits_untuned = bool(steps)
+    steps += _fitting([_as_given(one) for one in same_size], pipeline)
+    balanced_ns = _best_ns(steps, plain)
+    steps += _search([untuned], pipeline, options) + _search(same_size, pipeline, options)
+    reordered_ns = _best_ns(steps, plain)
+    steps += _search(others, pipeline, options)
+    if not steps:
         raise _nothing_fits([untuned, *same_size, *others], pipeline)
-    best = min(found, key=lambda one: one.step_ns)
+    best = min(steps, key=lambda one: one.step_ns)
     return TuneResult(
         groups=best.candidate.groups.take(best.order),
         max_len=best.candidate.max_len,
@@ -178,33 +179,33 @@ def tune(
             resized_ns=best.step_ns,
         ),
         fits_untuned=fits_untuned,
-        num_simulated=len(others) + sum(one.num_simulated for one in found),
+        num_simulated=len(others) + sum(one.num_simulated for one in steps),
     )
 
 
-def _least(found: Sequence[_Found], plain: _Found) -> int:
+def _best_ns(steps: Sequence[_Found], plain: _Found) -> int:
     """The best step so far; the untuned one's while nothing fits."""
-    return min([one.step_ns for one in found], default=plain.step_ns)
+    return min([one.step_ns for one in steps], default=plain.step_ns)
 
 
 def _candidates(
-    samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
+    samples: Loads, micro_batches: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> tuple[_Candidate, list[_Candidate], list[_Candidate]]:
     """The given micro-batches, packings of their size, and packings of other sizes."""
     lengths, unit = samples.llm.tokens, options.max_seq_len
-    longest = int(given.sum(lengths).max())
+    longest = int(micro_batches.sum(lengths).max())
     max_lens = lengths_to_try(
         lengths,
         max_seq_len=unit,
         sizes=options.sizes,
-        given=max(1, -(-longest // unit)) * unit,
+        first_len=max(1, -(-longest // unit)) * unit,
         num_stages=len(pipeline.borders) - 1,
     )
     if options.largest_len is not None:
         first = max(longest, min(max_lens[0], options.largest_len))
         max_lens = [first, *(length for length in max_lens[1:] if length <= options.largest_len)]
-    weights = marginal_costs(pipeline.cost, samples, pipeline.recompute, len(given))
-    packings = [(given, max_lens[0])]
+    weights = marginal_costs(pipeline.cost, samples, pipeline.recompute, len(micro_batches))
+    packings = [(micro_batches, max_lens[0])]
     for max_len in max_lens:
         balanced = balanced_packings(lengths, weights, max_len)
         packings += [(groups, max_len) for groups in balanced]
@@ -215,23 +216,21 @@ def _candidates(
     if options.encode != "never":
         encoder = frozen_encoder(costs, pipeline.borders)
     ends = np.cumsum([0, *(len(groups) for groups, _ in packings)])
-    made = []
-    for (groups, max_len), own in zip(packings, map(np.arange, ends[:-1], ends[1:]), strict=True):
-        problem = _order_problem(stages.take(own), encoder.take(own), pipeline, options.encode)
-        given_ns = int(times_of_orders(problem, np.arange(len(own))[np.newaxis])[0])
-        made.append(_Candidate(groups, max_len, problem, encoder.take(own), given_ns))
-    untuned, *rest = made
+    candidates = []
+    for number, (groups, max_len) in enumerate(packings):
+        columns = np.arange(ends[number], ends[number + 1])
+        memory = pipeline.memory_bytes
+        part, encoded = stages.take(columns), encoder.take(columns)
+        schedule = schedule_for(
+            pipeline.schedule, pipeline.borders, len(groups), pipeline.stages_per_rank
+        )
+        ahead = where_to_encode(encoded, schedule, part, where=options.encode, memory_bytes=memory)
+        problem = order_problem(schedule, part, memory, ahead)
+        given_ns = int(times_of_orders(problem, np.arange(len(groups))[np.newaxis])[0])
+        candidates.append(_Candidate(groups, max_len, problem, encoded, given_ns))
+    untuned, *rest = candidates
     same_size = [one for one in rest if one.max_len == max_lens[0]]
     return untuned, same_size, [one for one in rest if one.max_len != max_lens[0]]
-
-
-def _order_problem(
-    stages: StageCosts, encoder: Encoder, pipeline: PartitionedModel, encode: EncodeRanks
-) -> OrderProblem:
-    count, memory = stages.num_micro_batches, pipeline.memory_bytes
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, count, pipeline.stages_per_rank)
-    ahead = where_to_encode(encoder, schedule, stages, where=encode, memory_bytes=memory)
-    return order_problem(schedule, stages, memory, ahead)
 
 
 def _search(
@@ -240,8 +239,8 @@ def _search(
     """The best orders of the finalists, those that fit into memory."""
     best = sorted(candidates, key=lambda one: one.given_ns)[: options.finalists]
     modes = (True, False) if options.encode != "never" else (False,)
-    found = [_ordered(one, options, ahead=ahead) for one in best for ahead in modes]
-    return _fitting(found, pipeline)
+    steps = [_ordered(one, options, ahead=ahead) for one in best for ahead in modes]
+    return _fitting(steps, pipeline)
 
 
 def _ordered(candidate: _Candidate, options: TuneOptions, *, ahead: bool) -> _Found:
@@ -249,34 +248,35 @@ def _ordered(candidate: _Candidate, options: TuneOptions, *, ahead: bool) -> _Fo
     problem = candidate.problem if ahead else candidate.problem.without_ahead()
     order, num = np.arange(problem.num_micro_batches), 1
     if options.search != "none":
-        found = search_clusters(problem)
-        order, num = found.order, found.num_simulated
+        result = search_clusters(problem)
+        order, num = result.order, result.num_simulated
     if options.search == "swaps":
         trials = options.effort // max(1, len(problem.schedule))
-        found = search_swaps(problem, order, trials=trials)
-        order, num = found.order, num + found.num_simulated
+        result = search_swaps(problem, order, trials=trials)
+        order, num = result.order, num + result.num_simulated
     return _Found(candidate, order, encode_ahead(problem, candidate.encoder, order), num)
 
 
 def _as_given(candidate: _Candidate) -> _Found:
     """A packing in its given order, without encoding ahead."""
-    problem, order = candidate.problem.without_ahead(), np.arange(len(candidate.groups))
+    problem = candidate.problem.without_ahead()
+    order = np.arange(len(candidate.groups))
     return _Found(candidate, order, encode_ahead(problem, candidate.encoder, order), 1)
 
 
-def _fitting(found: Sequence[_Found], pipeline: PartitionedModel) -> list[_Found]:
+def _fitting(steps: Sequence[_Found], pipeline: PartitionedModel) -> list[_Found]:
     """The ones that fit into every rank's memory."""
     limit = pipeline.memory_bytes
-    return [one for one in found if limit is None or int(one.step.peak_bytes.max()) <= limit]
+    return [one for one in steps if limit is None or int(one.step.peak_bytes.max()) <= limit]
 
 
 def _nothing_fits(candidates: Sequence[_Candidate], pipeline: PartitionedModel) -> ConfigError:
     """The error with the memory of the smallest candidate."""
     peaks = (_as_given(one).step.peak_bytes for one in candidates)
-    least = min(peaks, key=lambda peak: int(peak.max()))
-    rank = int(least.argmax())
+    smallest = min(peaks, key=lambda peak: int(peak.max()))
+    rank = int(smallest.argmax())
     return ConfigError(
-        f"no micro-batches of this step fit: rank {rank} needs at least {int(least[rank]):,} "
+        f"no micro-batches of this step fit: rank {rank} needs at least {int(smallest[rank]):,} "
         f"bytes, memory_bytes is {pipeline.memory_bytes:,}; recompute more layers, use more "
         "stages, or shorten the longest sample"
     )

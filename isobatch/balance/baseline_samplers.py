@@ -57,7 +57,8 @@ def device_grouped_batches(lengths: IntArray, dp: int, batch_size: int, seed: in
     steps = np.take_along_axis(steps, longest_first, axis=1)
     batches = np.full((len(steps), dp, batch_size), -1, np.int64)
     load, taken = np.zeros((2, len(steps), dp), np.int64)
-    step, full = np.arange(len(steps)), np.iinfo(np.int64).max
+    step = np.arange(len(steps))
+    full = np.iinfo(np.int64).max
     for sample in steps.T:
         rank = np.where(taken < batch_size, load, full).argmin(axis=1)  # the lowest rank wins a tie
         batches[step, rank, taken[step, rank]] = sample
@@ -99,7 +100,8 @@ def _whole_steps(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntA
     """A random permutation cut to whole steps; fewer samples than a step are padded with -1."""
     if dp < 1 or batch_size < 1:
         raise ValueError(f"dp is {dp} and batch_size {batch_size}; give at least 1 for both")
-    num_samples, per_step = len(lengths), dp * batch_size
+    num_samples = len(lengths)
+    per_step = dp * batch_size
     permutation = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
     if 0 < num_samples < per_step:
         return np.pad(permutation, (0, per_step - num_samples), constant_values=-1)

@@ -24,7 +24,8 @@ def longest(groups: Groups, lengths: IntArray) -> IntArray:
     >>> longest(Groups(np.array([0, 1, 2]), np.array([0, 2, 2, 3])), np.array([5, 7, 4])).tolist()
     [7, 0, 4]
     """
-    result, filled = np.zeros(len(groups), np.int64), groups.sizes > 0
+    result = np.zeros(len(groups), np.int64)
+    filled = groups.sizes > 0
     if filled.any():
         # empty groups own no samples, so the other starts are still consecutive ranges
         result[filled] = np.maximum.reduceat(lengths[groups.samples], groups.offsets[:-1][filled])
@@ -58,7 +59,8 @@ def step_loads(loads: IntArray, dp: int) -> IntArray:
         raise ValueError(f"dp is {dp}; give at least one data-parallel rank")
     num_steps = len(loads) // dp
     if num_steps == 0 and len(loads):
-        loads, num_steps = np.pad(loads, (0, dp - len(loads))), 1
+        loads = np.pad(loads, (0, dp - len(loads)))
+        num_steps = 1
     return np.asarray(loads[: num_steps * dp], dtype=np.int64).reshape(num_steps, dp)
 
 
@@ -190,7 +192,7 @@ def _pair_counts(first: IntArray, second: IntArray, step_groups: int) -> tuple[i
     steps, later = np.arange(len(first)) // step_groups, later[first]
     steps, later = steps[later >= 0], later[later >= 0]
     both = steps * (int(later.max(initial=0)) + 1) + later
-    again, before, after = (num_pairs(each) for each in (both, steps, later))
+    again, before, after = (num_pairs(numbers) for numbers in (both, steps, later))
     return again, before, after, len(steps) * (len(steps) - 1) // 2
 
 

@@ -15,10 +15,11 @@ DIGIT_BITS = 11
 def counting_sort(order, keys):  # type: ignore[no-untyped-def]
     """`order` sorted by one digit of its keys after the other, lowest first; overwrites `order`."""
     here, there = order, np.empty_like(order)
-    most, mask = np.uint64(keys.max()), np.uint64((1 << DIGIT_BITS) - 1)
+    max_key = np.uint64(keys.max())
+    mask = np.uint64((1 << DIGIT_BITS) - 1)
     for turn in range(64 // DIGIT_BITS + 1):
         shift = np.uint64(turn * DIGIT_BITS)
-        if most >> shift == 0:
+        if max_key >> shift == 0:
             break
         # where each digit's numbers start
         starts = np.zeros((1 << DIGIT_BITS) + 1, np.int64)

@@ -67,12 +67,12 @@ def permutation_mask(
     members: dict[int, list[tuple[np.uint64, int]]] = {first_bin: [], end_bin: []}
     for start, bits, bins in chunks():
         mask[start : start + len(bins)] = (first_bin <= bins) & (bins < end_bin)
-        for each in members:
-            rows = np.flatnonzero(bins == each)
-            members[each] += zip(bits[rows], (start + rows).tolist(), strict=True)
-    for border, each, value in ((end, end_bin, True), (first, first_bin, False)):
-        before = border - (int(ends[each - 1]) if each else 0)
-        mask[[number for _, number in sorted(members[each])[:before]]] = value
+        for number_bin in members:
+            rows = np.flatnonzero(bins == number_bin)
+            members[number_bin] += zip(bits[rows], (start + rows).tolist(), strict=True)
+    for border, number_bin, value in ((end, end_bin, True), (first, first_bin, False)):
+        before = border - (int(ends[number_bin - 1]) if number_bin else 0)
+        mask[[number for _, number in sorted(members[number_bin])[:before]]] = value
     return mask
 
 

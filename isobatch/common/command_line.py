@@ -62,12 +62,14 @@ def with_options(kind: type, *names: str) -> Callable[[Command], Command]:
     ]
 
     def decorate(command: Command) -> Command:
-        own = signature(command, eval_str=True).parameters
-        keywords = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own.values()]
+        accepted = signature(command, eval_str=True).parameters
+        keywords = [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in accepted.values()
+        ]
 
         @wraps(command)
-        def run(**given: Any) -> None:
-            command(**{name: given[name] for name in own})
+        def run(**values: Any) -> None:
+            command(**{name: values[name] for name in accepted})
 
         run.__signature__ = Signature([*parameters, *keywords])  # type: ignore[attr-defined]
         return cast(Command, run)
@@ -82,8 +84,8 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
     if get_origin(kind) is tuple:
         kind = GenericAlias(list, get_args(kind)[:1])  # an option that may be repeated
     names = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without a --no-...
-    least = None if option.least == -inf else option.least
-    return Annotated[kind | None, typer.Option(*names, help=option.help, min=least)]
+    min_value = None if option.min == -inf else option.min
+    return Annotated[kind | None, typer.Option(*names, help=option.help, min=min_value)]
 
 
 def read_config(kind: type[Config], context: typer.Context, *, command: str) -> Config:

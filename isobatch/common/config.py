@@ -26,11 +26,11 @@ _hints_of: Callable[..., dict[str, Any]] = cache(get_type_hints)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What users read of a config's field: `Annotated[int, Option("...", least=1)]`."""
+    """What users read of a config's field: `Annotated[int, Option("...", min=1)]`."""
 
     help: str
-    least: float = -inf
-    most: float = inf
+    min: float = -inf
+    max: float = inf
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
@@ -48,23 +48,27 @@ def check_options(config: Any) -> None:
             raise ConfigError(f"{name} is {shown(value)}: use one of {', '.join(get_args(hint))}")
         if isinstance(value, str) and not _is_a_name(value):
             raise ConfigError(f"{name} is {shown(value)}; no file can have such a name")
-        bounds = option.least, option.most
+        bounds = option.min, option.max
         is_bounded = isinstance(value, int | float) and bounds != (-inf, inf)  # else nan may pass
-        if is_bounded and not option.least <= value <= option.most:
-            least, most = f"{option.least:,}", f"{option.most:,}"
-            allowed = f"at least {least}" if option.most == inf else f"in {least}..{most}"
+        if is_bounded and not option.min <= value <= option.max:
+            lower, upper = f"{option.min:,}", f"{option.max:,}"
+            allowed = f"at least {lower}" if option.max == inf else f"in {lower}..{upper}"
             raise ConfigError(f"{name} is {value}; it must be {allowed}")
 
 
-def check_positive(config: Any, most: int | None = None) -> None:
-    """ConfigError unless all numbers of a config dataclass are above 0, integers up to `most`."""
+def check_positive(config: Any, max_integer: int | None = None) -> None:
+    """ConfigError unless a config dataclass has numbers above 0, integers up to `max_integer`."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     wrong = [f"{k} = {v}" for k, v in values.items() if type(v) in (int, float) and not v > 0]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
-    large = [f"{k} = {v}" for k, v in values.items() if type(v) is int and most and v > most]
+    large = [
+        f"{k} = {v}"
+        for k, v in values.items()
+        if type(v) is int and max_integer and v > max_integer
+    ]
     if large:
-        raise ConfigError(f"{', '.join(large)}: must be at most {most:,}")
+        raise ConfigError(f"{', '.join(large)}: must be at most {max_integer:,}")
 
 
 def check_types(config: Any) -> None:
@@ -83,7 +87,7 @@ def check_names(kind: type, names: Iterable[str], also: Iterable[str] = ()) -> N
     for name in names:
         if name not in known:
             meant = "".join(
-                f"; did you mean {each}?" for each in get_close_matches(name, known, 1, 0.7)
+                f"; did you mean {match}?" for match in get_close_matches(name, known, 1, 0.7)
             )
             raise ConfigError(f"there is no option {name}{meant} (options: {', '.join(known)})")
 
@@ -101,13 +105,13 @@ def preset_names(kind: str) -> list[str]:
 def preset_groups(kind: str) -> list[str]:
     """Names for people: a preset that others are named after, as `qwen3_vl, qwen3_vl_*`."""
     names = preset_names(kind)
-    bases = {name for name in names if any(each.startswith(f"{name}_") for each in names)}
-    own = [name for name in names if not any(name.startswith(f"{base}_") for base in bases)]
-    return [f"{name}, {name}_*" if name in bases else name for name in own]
+    bases = {name for name in names if any(other.startswith(f"{name}_") for other in names)}
+    bare = [name for name in names if not any(name.startswith(f"{base}_") for base in bases)]
+    return [f"{name}, {name}_*" if name in bases else name for name in bare]
 
 
 def preset_families(kind: str) -> str:
-    """For a help text, in one line: what the names begin with, up to a digit or `_`."""
+    """Families for a help text, in one line: beginnings of the names, up to a digit or `_`."""
     return ", ".join(sorted({re.split(r"[\d_]", name)[0] for name in preset_names(kind)}))
 
 
@@ -122,11 +126,12 @@ def build_config(kind: type[Config], values: Any, *, where: str) -> Config:
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(known)):
         keys = ", ".join(sorted(known))
-        named = ", ".join(each if each.isidentifier() else shown(each) for each in unknown)
+        named = ", ".join(key if key.isidentifier() else shown(key) for key in unknown)
         raise ConfigError(f"{where}: unknown key {named}; known: {keys}")
     if missing := _required(known) - values.keys():
         raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
-    frozen, hints = {name: _frozen(value) for name, value in values.items()}, _hints_of(kind)
+    frozen = {name: _frozen(value) for name, value in values.items()}
+    hints = _hints_of(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
             should = _text(hints[name])
@@ -172,7 +177,7 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
         raise ConfigError(f"no file {name}; give a {kind[:-1]} preset's name, or a .toml file")
     if not isfile(path):
         near = get_close_matches(name, preset_names(kind), 1)
-        meant = "".join(f" (did you mean {each}?)" for each in near)
+        meant = "".join(f" (did you mean {match}?)" for match in near)
         missing = (
             f"no {kind[:-1]} preset {shown(name)}{meant}; shipped: {', '.join(preset_groups(kind))}"
         )
@@ -216,7 +221,9 @@ def _text(hint: Any) -> str:
     """A type as people write it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join("None" if each is NoneType else _text(each) for each in arguments)
+        return " or ".join(
+            "None" if argument is NoneType else _text(argument) for argument in arguments
+        )
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}" if arguments[1:] else repr(arguments[0])
     if origin is Callable or getattr(hint, "_is_protocol", False):

@@ -21,7 +21,7 @@ AGAIN_S = 0.05
 
 
 def quit_on_interrupt() -> None:
-    """From here on Ctrl-C and SIGTERM end the process at once, with one line."""
+    """End the process at once, with one line, by Ctrl-C and SIGTERM from here on."""
     _set_handlers(_quit)
 
 
@@ -96,4 +96,4 @@ class StopSignals:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Unlike SIG_IGN, it can be told from what a shell has set."""
+    """Ignore a signal; unlike SIG_IGN, it can be told from what a shell has set."""

@@ -14,7 +14,7 @@ from pathlib import Path
 RECORDS = ".arrow"
 """End of the names of cached records, in the user's cache folder."""
 LENGTHS = ".lengths"
-"""That of cached lengths; their sources are next to them (`.json`)."""
+"""End of the names of cached lengths; their sources are next to them (`.json`)."""
 MAX_BYTES = {RECORDS: 100 << 30, LENGTHS: 4 << 30}
 """Limit of all files of a kind in a folder: of lengths, those of 100 million samples."""
 
@@ -30,12 +30,12 @@ class KeptFile:
 
 def kept_files(folder: Path, kind: str) -> list[KeptFile]:
     """The files of a kind, the one used longest ago first; none without the folder."""
-    found = []
+    files = []
     for path in folder.glob(f"*{kind}"):
         with suppress(OSError):  # removed meanwhile
             stat = path.stat()
-            found.append(KeptFile(path, stat.st_size, stat.st_mtime_ns))
-    return sorted(found, key=lambda file: (file.used_ns, file.path))
+            files.append(KeptFile(path, stat.st_size, stat.st_mtime_ns))
+    return sorted(files, key=lambda file: (file.used_ns, file.path))
 
 
 def note_use(path: Path) -> None:
@@ -50,7 +50,8 @@ def remove_files(folder: Path, kind: str, max_bytes: int, keep: Path | None = No
     Without `keep`, and those whose lock is held. Processes that have mapped one go on with it.
     """
     files = kept_files(folder, kind)
-    total, freed = sum(file.num_bytes for file in files), 0
+    total = sum(file.num_bytes for file in files)
+    freed = 0
     for file in files:
         if total - freed <= max_bytes:
             break

@@ -42,9 +42,9 @@ def lazy_exports(
 def _exports(file: str) -> dict[str, str]:
     """Public name -> module, of the imports under `if TYPE_CHECKING:`."""
     body = ast.parse(Path(file).read_text("utf-8")).body
-    checked = [each for each in body if isinstance(each, ast.If)]
-    imports = [each for block in checked for each in block.body if isinstance(each, ast.ImportFrom)]
-    return {each.name: line.module or "" for line in imports for each in line.names}
+    checked = [node for node in body if isinstance(node, ast.If)]
+    imports = [node for block in checked for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {node.name: line.module or "" for line in imports for node in line.names}
 
 
 class _ShortNames(MetaPathFinder, Loader):

@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
+from isobatch.common.errors import ConfigError, IsobatchError, first_line
 from isobatch.common.visible_text import shown
 
 MOST_INTEGER = 2**63 - 1
@@ -23,7 +23,7 @@ MOST_INTEGER = 2**63 - 1
 MOST_DEPTH = 64
 """Tables and lists in one another; `config.json` of any model has fewer than ten."""
 MOST_BYTES = 1 << 30
-"""Of a text file that is read whole: many times the largest tokenizer.json."""
+"""Size of a text file that is read whole, at most: many times the largest tokenizer.json."""
 
 
 def read_text(path: str | Path) -> str:
@@ -112,10 +112,10 @@ def _leaves(values: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             yield from (("a key", key) for key in value)
             parent = "" if depth == 0 else f"{place}."
-            waiting += [(f"{parent}{key}", each, depth + 1) for key, each in value.items()]
+            waiting += [(f"{parent}{key}", item, depth + 1) for key, item in value.items()]
         elif isinstance(value, list):
             numbered = enumerate(value, 1)
-            waiting += [(f"{place}, entry {number}", each, depth + 1) for number, each in numbered]
+            waiting += [(f"{place}, entry {number}", item, depth + 1) for number, item in numbered]
         else:
             yield place, value
 
@@ -126,14 +126,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def read_json(path: str | Path, *, exact: bool = True) -> Any:
-    """The JSON of one of our own files; DataError if it cannot be read or is wrong."""
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    return parse_json(text, str(path), DataError, exact=exact)

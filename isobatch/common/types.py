@@ -79,7 +79,7 @@ class Limits:
     min_vision: int
     """Q'_v: a group with at least so many `vision_unit`s passes the filter."""
     vision_unit: str = "image_patches"
-    """`image_patches` or `vit_tokens`."""
+    """Unit of the vision cap: `image_patches` or `vit_tokens`."""
 
     def __post_init__(self) -> None:
         if self.vision_unit not in VISION_UNITS:

@@ -25,8 +25,8 @@ def visible(text: str) -> str:
     return text if text.isprintable() else _MAY_BE_HIDDEN.sub(_escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    character = found[0]
+def _escaped(match: re.Match[str]) -> str:
+    character = match[0]
     return character if character.isprintable() else ascii(character)[1:-1]
 
 

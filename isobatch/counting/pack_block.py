@@ -59,7 +59,7 @@ class CountedBlock:
     """Counted samples of whole groups, group after group."""
 
     samples: pa.RecordBatch
-    """As `SampleCounter` gives them."""
+    """Rows of the samples, as `SampleCounter` gives them."""
     sample_ids: list[str]
     data_roots: list[str]
     """Folder or URI that each sample's files are in."""
@@ -75,24 +75,30 @@ def pack_block(
 
     `blobs` holds the content of files that came with the records.
     """
-    places, samples = np.arange(len(counted.sample_ids)), counted.samples
+    places = np.arange(len(counted.sample_ids))
+    samples = counted.samples
     lost: dict[int, SampleProblem] = {}
     while True:
         images, audios = _unread_files(samples, "images"), _unread_files(samples, "audios")
         roots = [counted.data_roots[place] for place in places.tolist()]
         problems = _read_samples(options, roots, samples, (images, audios), blobs)
-        kept = np.array([problem is None for problem in problems], np.bool_)
-        if kept.all():
+        is_usable = np.array([problem is None for problem in problems], np.bool_)
+        if is_usable.all():
             break
         both = zip(places.tolist(), problems, strict=True)
         lost |= {place: problem for place, problem in both if problem is not None}
         # a rare case, so the others are simply read again
-        places, samples = places[kept], samples.filter(pa.array(kept))
+        places, samples = places[is_usable], samples.filter(pa.array(is_usable))
     borders = np.searchsorted(places, counted.group_offsets)
     groups = counted.first_group + np.flatnonzero(np.diff(borders))
     counts = {name: samples.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
     seq_len = sum(counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
     input_ids, labels = _expand_tokens(options, samples)
+    extras: dict[str, list[Any]] = {}
+    if options.extras:
+        rows = [json.loads(text) for text in samples.column(EXTRAS).to_pylist()]
+        for name, kind in options.extras.items():
+            extras[name] = [typed(row[name], kind) for row in rows]
     block = PackedBlock(
         groups=groups.tolist(),
         group_offsets=np.unique(borders),
@@ -103,16 +109,9 @@ def pack_block(
         labels=labels,
         images=images,
         audios=audios,
-        extras=_typed_extras(options.extras, samples),
+        extras=extras,
     )
     return block, lost
-
-
-def _typed_extras(types: ExtraTypes, samples: pa.RecordBatch) -> dict[str, list[Any]]:
-    if not types:
-        return {}
-    rows = [json.loads(text) for text in samples.column(EXTRAS).to_pylist()]
-    return {name: [typed(row[name], kind) for row in rows] for name, kind in types.items()}
 
 
 def _expand_tokens(options: PackOptions, samples: pa.RecordBatch) -> tuple[Int32Array, Int32Array]:
@@ -165,8 +164,8 @@ def expand(
     for kind, tokens in media.items():
         places[kind] = np.flatnonzero(np.isin(input_ids, ids[kind]))
         if len(places[kind]) != len(tokens):
-            found = f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s"
-            raise ValueError(f"{found}; give one for each")
+            mismatch = f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s"
+            raise ValueError(f"{mismatch}; give one for each")
         repeats[places[kind]] = tokens
     # nearly all of the result is one token: filled first, then overwritten by the others
     token_ends = np.cumsum(repeats)
@@ -211,7 +210,7 @@ def _paths(files: pa.StructArray) -> list[str]:
     """The files' names; of a list of images, those of all."""
     paths: list[str] = files.field("name").to_pylist()
     containers = files.field("container").to_pylist()
-    for place in (place for place, each in enumerate(containers) if each == FRAMES):
+    for place in (place for place, container in enumerate(containers) if container == FRAMES):
         names = [name for name, *_ in json.loads(paths[place])]
         paths[place] = FRAMES + json.dumps(names, ensure_ascii=False)
     return paths
@@ -249,7 +248,8 @@ def _read_samples(
 
 
 def _by_sample(lists: pa.ListArray, files: PackedFiles) -> Iterator[list[_File]]:
-    samples, view = lists.flatten(), files.content.data
+    samples = lists.flatten()
+    view = files.content.data
     fields = [samples.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
     views = [view[a:b] for a, b in pairwise(files.content_offsets.tolist())]
     pairs = list(zip(starmap(Media, zip(*fields, strict=True)), views, strict=True))
@@ -282,7 +282,7 @@ def _read_sample(
 
 
 def _borders(lists: pa.ListArray) -> IntArray:
-    """Where each row's values begin among all of them, and the end."""
+    """Borders of the rows among the values of all."""
     return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
 
 

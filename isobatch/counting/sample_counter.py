@@ -78,7 +78,7 @@ class CountSettings:
     """Day that the chat template writes, YYYY-MM-DD; see `ChatTokenizer.load`."""
     keep_columns: tuple[str, ...] = ()
     map: str | None = None
-    """`module:function`, applied to each record first."""
+    """Function (`module:function`) that is applied to each record first."""
     reading: Reading = DEFAULT_READING
     """The model's own marks are added to it."""
     decode_images: bool = False
@@ -104,7 +104,7 @@ class CountJob:
     source: str
     data_root: str
     chunk: Chunk | None
-    """None when its rows are staged already."""
+    """Records to count; None when their rows are staged already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,11 @@ class SampleCounter:
         rows = []
         for one in looked_at:
             row = one if isinstance(one, Rejected) else self._row(one, next(texts), blob)
-            rows.append(_rejected_row(row) if isinstance(row, Rejected) else row)
+            if isinstance(row, Rejected):
+                # surrogates in a path or message must not break the table that reports them
+                detail = row.detail.encode("utf-8", "backslashreplace").decode("utf-8")
+                row = {**asdict(row), "detail": detail}
+            rows.append(row)
         schema = STAGED_SCHEMA
         if self._settings.keep_columns:
             schema = staged_schema(kinds_in(str(row["extras"]) for row in rows if "extras" in row))
@@ -216,7 +220,7 @@ class SampleCounter:
         base = self._settings.base
         place = partial(below, root=root) if base is None else partial(from_base, base=base)
         images, videos, audios = (
-            tuple(map(place, each)) for each in (sample.images, sample.videos, sample.audios)
+            tuple(map(place, files)) for files in (sample.images, sample.videos, sample.audios)
         )
         sample = replace(sample, images=images, videos=videos, audios=audios)
         if not keep:
@@ -232,8 +236,8 @@ class SampleCounter:
         try:
             several = len(sample.images)
             with warnings_about(sample.sample_id):
-                images = [self._files.count_image(root, each, several) for each in sample.images]
-                videos = [self._files.count_video(root, each) for each in sample.videos]
+                images = [self._files.count_image(root, file, several) for file in sample.images]
+                videos = [self._files.count_video(root, file) for file in sample.videos]
             audios = self._files.count_audios(root, sample.audios)
             if sample.objects is not None:
                 sizes = [_size(image) for image in images]
@@ -241,8 +245,8 @@ class SampleCounter:
                 sample = replace(sample, turns=turns)
         except SampleProblem as problem:
             files = chain(sample.images, sample.videos, sample.audios)
-            files = chain.from_iterable((each, *each.frames) for each in files)
-            names = tuple(each.name for each in files if each.name and each.data is None)
+            files = chain.from_iterable((file, *file.frames) for file in files)
+            names = tuple(file.name for file in files if file.name and file.data is None)
             # with a base, names are under `/`, and a user's have it
             is_cut = self._settings.base is not None and problem.detail.startswith(names)
             return _reject(sample, problem.reason, "/" * is_cut + problem.detail)
@@ -265,31 +269,36 @@ class SampleCounter:
         sample, images, videos, audios = usable
         if isinstance(text, TextRejected):
             return _reject(sample, text.reason, text.detail)
-        found = {"image": text.num_images, "video": text.num_videos, "audio": text.num_audios}
-        for kind, files in zip(found, (images, videos, audios), strict=True):
+        num_rendered = {
+            "image": text.num_images,
+            "video": text.num_videos,
+            "audio": text.num_audios,
+        }
+        for kind, files in zip(num_rendered, (images, videos, audios), strict=True):
             meant = len(files)
-            if found[kind] > meant:
-                detail = f"{found[kind]} <{kind}> for {meant} files"
+            if num_rendered[kind] > meant:
+                detail = f"{num_rendered[kind]} <{kind}> for {meant} files"
                 return _reject(sample, f"marker_without_{kind}", detail)
-            if found[kind] < meant:
-                detail = f"it renders {found[kind]} of {meant} {kind} files"
+            if num_rendered[kind] < meant:
+                detail = f"it renders {num_rendered[kind]} of {meant} {kind} files"
                 return _reject(sample, "chat_template", detail)
-        following, at = iter(images), dict(zip(text.videos_at, videos, strict=True))
+        following = iter(images)
+        at = dict(zip(text.videos_at, videos, strict=True))
         both = [at[i] if i in at else next(following) for i in range(len(images) + len(videos))]
-        runs = [run for each in both if each.plan for run in each.plan.runs]
+        runs = [run for file in both if file.plan for run in file.plan.runs]
         return {
             "sample_id": sample.sample_id,
             "source": sample.source,
-            "num_image_patches": sum(each.numbers["num_patches"] for each in both),
-            "num_vit_tokens": sum(each.numbers["num_vit_tokens"] for each in both),
-            "num_image_tokens": sum(each.numbers["tokens"] for each in both),
+            "num_image_patches": sum(file.numbers["num_patches"] for file in both),
+            "num_vit_tokens": sum(file.numbers["num_vit_tokens"] for file in both),
+            "num_image_tokens": sum(file.numbers["tokens"] for file in both),
             "num_text_tokens": len(text.input_ids) - len(runs) - len(audios),
             "num_audio_tokens": sum(audio.numbers["tokens"] for audio in audios),
             "num_loss_tokens": text.num_loss_tokens,
             "input_ids": text.input_ids,
             "image_runs": runs if self._has_runs else None,
             "loss_spans": np.ravel(text.loss_spans),
-            "images": [blob.row_of(each) for each in both],
+            "images": [blob.row_of(file) for file in both],
             "audios": [blob.row_of(audio) for audio in audios],
             **dict(
                 zip(
@@ -331,7 +340,7 @@ def _written_marks(markup: MediaMarkup | None) -> tuple[str, ...]:
         return ()
     strings = (markup.text.strip(), markup.placeholder, markup.token)
     # a field such as {number} is written otherwise for each
-    return tuple(dict.fromkeys(each for each in strings if each and "{" not in each))
+    return tuple(dict.fromkeys(string for string in strings if string and "{" not in string))
 
 
 def _written(markup: MediaMarkup, files: list[CountedFile]) -> list[str]:
@@ -362,9 +371,3 @@ def _process_counter(settings: CountSettings) -> SampleCounter:
 
 def _reject(sample: RawSample, reason: str, detail: str) -> Rejected:
     return Rejected(sample.sample_id, sample.source, reason, detail)
-
-
-def _rejected_row(rejected: Rejected) -> dict[str, object]:
-    # surrogates in a path or message must not break the table that reports them
-    detail = rejected.detail.encode("utf-8", "backslashreplace").decode("utf-8")
-    return {**asdict(rejected), "detail": detail}

@@ -61,7 +61,7 @@ def fault_of(error: Exception) -> FileFault:
 
 def _one_line(error: Exception) -> str:
     """What the error says, without characters that a terminal would obey."""
-    line = "".join(each if each.isprintable() else " " for each in first_line(error))[:_LONGEST]
+    line = "".join(char if char.isprintable() else " " for char in first_line(error))[:_LONGEST]
     if isinstance(error, OSError | ValueError | SyntaxError | RuntimeError):
         return line
     # of a KeyError 7 the text is just "7"

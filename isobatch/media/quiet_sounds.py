@@ -26,7 +26,8 @@ class _Stream:
         os.register_at_fork(after_in_child=self._start)
 
     def _start(self) -> None:
-        self._users, self._lock = 0, threading.Lock()
+        self._users = 0
+        self._lock = threading.Lock()
         self._variable.value = self._own
 
     def enter(self) -> None:

@@ -28,7 +28,7 @@ class WavHeader:
     """What a WAV file says of its samples; nothing is checked against the file's size."""
 
     format: int
-    """`PCM`, `FLOAT`, or a number of a compressed format."""
+    """Number of the format: `PCM`, `FLOAT`, or a compressed one."""
     num_channels: int
     sampling_rate: int
     frame_bytes: int
@@ -50,7 +50,8 @@ def wav_header(read: Callable[[int, int], bytes]) -> WavHeader:
 
     Raises WavError for a file that has no format or no samples.
     """
-    form, offset = b"", 12
+    form = b""
+    offset = 12
     for _ in range(MAX_CHUNKS):
         head = read(offset, 8)
         if len(head) < 8:

@@ -42,7 +42,7 @@ class AudioRule:
     """Frames whose tokens attend to each other, whole chunks; None: all of a window."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=2**31 - 1)
+        check_positive(self, max_integer=2**31 - 1)
         if self.window_frames % self.frames_per_token:
             raise ConfigError(
                 f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"
@@ -127,7 +127,8 @@ def plan_clip(rule: AudioRule, length: int, longest: int) -> AudioPlan:
     """
     if length < 1:
         raise AudioRejected("empty_audio", "the clip has no samples; remove it")
-    num_frames, num_windows = -(-length // rule.hop_length), 1
+    num_frames = -(-length // rule.hop_length)
+    num_windows = 1
     if rule.long_clips == "whole":
         # the longest clip has no frame of its last, incomplete hop
         num_frames = min(num_frames, longest // rule.hop_length)
@@ -136,9 +137,11 @@ def plan_clip(rule: AudioRule, length: int, longest: int) -> AudioPlan:
     else:
         num_windows = -(-num_frames // rule.window_frames)
     if num_windows > 1 and rule.long_clips == "reject":
-        most = rule.window_frames * rule.hop_length / rule.sampling_rate
-        found = f"the clip of {length / rule.sampling_rate:,.1f} s is longer than {most:g} s"
-        raise AudioRejected("long_audio", f"{found}, the model's longest; cut it into several")
+        max_seconds = rule.window_frames * rule.hop_length / rule.sampling_rate
+        too_long = (
+            f"the clip of {length / rule.sampling_rate:,.1f} s is longer than {max_seconds:g} s"
+        )
+        raise AudioRejected("long_audio", f"{too_long}, the model's longest; cut it into several")
     # windows hold whole LLM tokens, so the sums over them are those of the clip in one piece
     num_encoder_tokens = rule.encoder_tokens(num_frames)
     num_audio_tokens = num_encoder_tokens // rule.downsample

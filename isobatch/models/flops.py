@@ -95,14 +95,19 @@ class FlopsModel:
     def of(cls, preset: ModelPreset, speed: GpuSpeed | None = None) -> "FlopsModel":
         """The FLOPs of a preset's model; ConfigError if it does not give the model's dimensions."""
         vit, llm = preset.dimensions
+        embedded = preset.embedded_share
+        vit_weights: float = vit.num_layers * vit.layer_weights
+        vit_weights += embedded * vit.patch_values * vit.hidden_size
+        vit_weights += vit.merged_share(embedded) * vit.projector_weights
+        llm_weights = llm.num_layers * llm.layer_weights + llm.vocab_size * llm.hidden_size
         return cls(
             name=preset.name,
             vision=preset.vision,
             vit=vit,
             llm=llm,
-            vit_flops_per_token=_vit_flops_per_token(vit, preset.embedded_share),
+            vit_flops_per_token=2 * vit_weights,
             vit_flops_per_square=4 * vit.num_layers * vit.attention_size,
-            llm_flops_per_token=_llm_flops_per_token(llm),
+            llm_flops_per_token=2 * llm_weights,
             llm_flops_per_square=2 * llm.num_layers * llm.attention_size,
             speed=speed or GpuSpeed(),
         )
@@ -113,11 +118,14 @@ class FlopsModel:
         At native resolution counts do not tell images and frames of a sample apart: they are taken
         as equally large, the least that their squares can sum to. Tiles and one video are exact.
         """
+        if isinstance(self.vision, NativeSizeRule):
+            # at native resolution an image is one patch, a video one per frame of its grid
+            squares = np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)
+        else:
+            squares = counts.num_image_patches * self.vision.vit_tokens_per_patch**2
         return ComputeLoad(
             vit_tokens=counts.num_vit_tokens,
-            vit_squares=self.vit.mean_squares(
-                counts.num_vit_tokens, _vit_squares(counts, self.vision)
-            ),
+            vit_squares=self.vit.mean_squares(counts.num_vit_tokens, squares),
             llm_tokens=counts.seq_len,
             llm_squares=self.llm.mean_squares(counts.seq_len, np.square(counts.seq_len)),
         )
@@ -162,19 +170,3 @@ class FlopsModel:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.speed})"
-
-
-def _vit_flops_per_token(vit: VitShape, embedded: float) -> float:
-    weights = vit.num_layers * vit.layer_weights + embedded * vit.patch_values * vit.hidden_size
-    return 2 * (weights + vit.merged_share(embedded) * vit.projector_weights)
-
-
-def _llm_flops_per_token(llm: LlmShape) -> int:
-    return 2 * (llm.num_layers * llm.layer_weights + llm.vocab_size * llm.hidden_size)
-
-
-def _vit_squares(counts: Counts, vision: VisionRule) -> IntArray:
-    if not isinstance(vision, NativeSizeRule):
-        return counts.num_image_patches * vision.vit_tokens_per_patch**2
-    # at native resolution an image is one patch, a video one per frame of its grid
-    return np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)

@@ -39,7 +39,7 @@ class ImageRun(NamedTuple):
     """A run of image tokens in what a processor writes for an image."""
 
     text: str
-    """With one token for the run: from the run before, and to the end if it is the last."""
+    """Text with one token for the run: from the run before, and to the end if it is the last."""
     tokens: int
 
 
@@ -53,8 +53,8 @@ class ImageProcessor:
     """Token that vision features take the place of."""
     token_id: int
     arguments: Values
-    """Of the image processor, as the processor calls it."""
-    kept: tuple[str, ...]
+    """Arguments of the image processor, as the processor calls it."""
+    output_names: tuple[str, ...]
     """Outputs that the model takes."""
     counts_runs: bool
     """Whether an image is one run of as many tokens as the processor counts of its size."""
@@ -68,39 +68,39 @@ class ImageProcessor:
                 image_sizes=[(height, width)]
             ).num_image_tokens
             return [ImageRun(self.token, int(tokens))]
-        made = self.process([Image.new("RGB", (width, height))], **self.blank_arguments)
-        return split_runs(self.texts(made, 1)[0], self.token)
+        outputs = self.process([Image.new("RGB", (width, height))], **self.blank_arguments)
+        return split_runs(self.texts(outputs, 1)[0], self.token)
 
     def process(self, images: Sequence[Image.Image], **more: Any) -> Values:
         """Everything that the image processor gives, as tensors of torch."""
         arguments = {**self.arguments, **more, "return_tensors": "pt"}
         return dict(self.processor.image_processor(list(images), **arguments))
 
-    def texts(self, made: Values, number: int) -> list[str]:
-        """Text of each of the images that `made` is of."""
+    def texts(self, outputs: Values, number: int) -> list[str]:
+        """Text of each of the images that `outputs` are of."""
         write = self.processor.replace_image_token
-        return [write(made, image_idx=place, **self.arguments) for place in range(number)]
+        return [write(outputs, image_idx=place, **self.arguments) for place in range(number)]
 
     def pixels(self, images: Sequence[Image.Image], num_tokens: int | None) -> Values:
         """Outputs for the model, of images with so many image tokens together; None: not known.
 
         DataError if the processor makes other numbers of tokens of them.
         """
-        made = self.process(images)
-        found = sum(text.count(self.token) for text in self.texts(made, len(images)))
-        if num_tokens not in (None, found):
+        outputs = self.process(images)
+        count = sum(text.count(self.token) for text in self.texts(outputs, len(images)))
+        if num_tokens not in (None, count):
             raise DataError(
-                f"{type(self.processor).__name__} makes {found} image tokens of images that were"
+                f"{type(self.processor).__name__} makes {count} image tokens of images that were"
                 f" counted as {num_tokens}; build again with this version of transformers"
             )
-        return {name: made[name] for name in self.kept}
+        return {name: outputs[name] for name in self.output_names}
 
     @cached_property
     def blank(self) -> tuple[Values, int]:
         """Outputs for a small blank image, and its image tokens."""
-        made = self.process([Image.new("RGB", _PROBES[0])])
-        (text,) = self.texts(made, 1)
-        return {name: made[name] for name in self.kept}, text.count(self.token)
+        outputs = self.process([Image.new("RGB", _PROBES[0])])
+        (text,) = self.texts(outputs, 1)
+        return {name: outputs[name] for name in self.output_names}, text.count(self.token)
 
 
 def split_runs(text: str, token: str) -> list[ImageRun]:
@@ -109,15 +109,15 @@ def split_runs(text: str, token: str) -> list[ImageRun]:
     >>> [tuple(run) for run in split_runs("<a>xx<b>x<c>", "x")]
     [('<a>x', 2), ('<b>x<c>', 1)]
     """
-    found = list(re.finditer(f"(?:{re.escape(token)})+", text))
-    if not found:
+    matches = list(re.finditer(f"(?:{re.escape(token)})+", text))
+    if not matches:
         raise ValueError("it has no image token")
-    starts = [0, *(each.end() for each in found[:-1])]
+    starts = [0, *(match.end() for match in matches[:-1])]
     runs = [
-        ImageRun(text[start : each.start()] + token, len(each[0]) // len(token))
-        for start, each in zip(starts, found, strict=True)
+        ImageRun(text[start : match.start()] + token, len(match[0]) // len(token))
+        for start, match in zip(starts, matches, strict=True)
     ]
-    end = text[found[-1].end() :]
+    end = text[matches[-1].end() :]
     return [*runs[:-1], ImageRun(runs[-1].text + end, runs[-1].tokens)]
 
 
@@ -136,18 +136,18 @@ def open_processor(description: str) -> ImageProcessor:
         token=values["token"],
         token_id=values["token_id"],
         arguments=values["arguments"],
-        kept=tuple(values["kept"]),
+        output_names=tuple(values["kept"]),
         counts_runs=values["counts_runs"],
         blank_arguments=values["blank_arguments"],
     )
 
 
 def _image_processor(name: str, settings: Values) -> Any:
-    """As transformers chooses: the class with torchvision if that is here, else with Pillow."""
+    """The class that transformers chooses: with torchvision if that is here, else with Pillow."""
     failed = ""
-    for each in (name, f"{name}Pil"):
+    for class_name in (name, f"{name}Pil"):
         try:
-            return _class_named(each).from_dict(dict(settings))
+            return _class_named(class_name).from_dict(dict(settings))
         except (ImportError, ConfigError) as error:
             failed = failed or first_line(error)
     raise ConfigError(f"{name} needs torchvision: pip install torchvision ({failed})")
@@ -161,10 +161,10 @@ def _class_named(name: str) -> Any:
         )
     except ImportError:
         raise ConfigError(f"{name} is a processor of transformers: {MISSING}") from None
-    found = get_image_processor_class_from_name(name) or getattr(transformers, name, None)
-    if found is None:
+    kind = get_image_processor_class_from_name(name) or getattr(transformers, name, None)
+    if kind is None:
         raise ConfigError(f"transformers {transformers.__version__} has no {name}")
-    return found
+    return kind
 
 
 # --- describing ---
@@ -213,17 +213,19 @@ def describe_processor(source: str, family: str) -> DescribedProcessor:
     config, full = _load(source)
     name = type(full).__name__
     _check_model(config, full)
-    placeholder, token = full.image_token, _image_token(config, full)
+    placeholder = full.image_token
+    token = _image_token(config, full)
     try:
         values = _description(full, token)
         unknown = {"kept": (), "counts_runs": False, "blank_arguments": {}}
         described = open_processor(repr(values | unknown))
         images = _blank_images()
-        message, made = _probe_text(full, placeholder, len(images)), described.process(images)
-        given = full(images=images, text=[message], return_tensors="pt")
-        values["kept"], size = _try_pixels(described, given, made)
-        texts = _try_texts(described, made)
-        _try_message(full, given, message.split(placeholder), texts)
+        message = _probe_text(full, placeholder, len(images))
+        outputs = described.process(images)
+        full_outputs = full(images=images, text=[message], return_tensors="pt")
+        values["kept"], size = _try_pixels(described, full_outputs, outputs)
+        texts = _try_texts(described, outputs)
+        _try_message(full, full_outputs, message.split(placeholder), texts)
         values["counts_runs"] = _counts_runs(described)
         values["blank_arguments"] = _QUICK if _is_quick(described, texts) else {}
     except _FAILURES as error:
@@ -252,13 +254,16 @@ def _check_family(family: str) -> None:
 
 def _check_model(config: Any, full: Any) -> None:
     """ConfigError for a model or a processor that this cannot be for."""
+    from transformers import ProcessorMixin  # noqa: PLC0415  (an extra)
+
     name = type(full).__name__
     if config.is_encoder_decoder:
         raise ConfigError("an encoder and a decoder have two sequences, which are not packed")
     if not isinstance(getattr(config.get_text_config(), "max_position_embeddings", None), int):
         raise ConfigError("its config says no max_position_embeddings")
     for method in ("replace_image_token", "_get_num_multimodal_tokens"):
-        if not _has_own(full, method):
+        function = getattr(type(full), method, None)
+        if function is None or function is getattr(ProcessorMixin, method, None):
             raise ConfigError(f"{name} has no {method}, which says what an image becomes")
     if not isinstance(getattr(full, "image_token", None), str):
         raise ConfigError(f"{name} names no image_token")
@@ -267,20 +272,15 @@ def _check_model(config: Any, full: Any) -> None:
 def _image_token(config: Any, full: Any) -> str:
     """The token that features take the place of, as the model and the processor both say."""
     names = "image_token_id", "image_token_index"
-    given = [getattr(config, name, None) for name in names] + [getattr(full, names[0], None)]
-    ids = {each for each in given if isinstance(each, int)}
+    numbers = [getattr(config, name, None) for name in names] + [getattr(full, names[0], None)]
+    ids = {number for number in numbers if isinstance(number, int)}
     token = full.tokenizer.convert_ids_to_tokens(ids.pop()) if len(ids) == 1 else None
     if not isinstance(token, str):
-        found = f"ids {sorted(ids)}" if ids else "no id of the tokenizer"
-        raise ConfigError(f"its config and processor give {found} for the image token; repair them")
+        several = f"ids {sorted(ids)}" if ids else "no id of the tokenizer"
+        raise ConfigError(
+            f"its config and processor give {several} for the image token; repair them"
+        )
     return token
-
-
-def _has_own(processor: Any, method: str) -> bool:
-    from transformers import ProcessorMixin  # noqa: PLC0415  (an extra)
-
-    own = getattr(type(processor), method, None)
-    return own is not None and own is not getattr(ProcessorMixin, method, None)
 
 
 def _load(source: str) -> tuple[Any, Any]:
@@ -370,44 +370,46 @@ def _blank_images() -> list[Image.Image]:
     return [Image.new("RGB", size, (90, 120, 150)) for size in _PROBES]
 
 
-def _try_pixels(described: ImageProcessor, given: Any, made: Any) -> tuple[tuple[str, ...], int]:
+def _try_pixels(
+    described: ImageProcessor, full_outputs: Any, outputs: Any
+) -> tuple[tuple[str, ...], int]:
     """Names of the outputs that the model takes, and numbers per token.
 
-    ValueError if the processor itself gives others (`given`) than what is described (`made`).
+    ValueError if the processor itself has other outputs (`full_outputs`) than what is described.
     """
-    expected = {key: value for key, value in given.items() if key not in _TEXT_OUTPUTS}
+    expected = {key: value for key, value in full_outputs.items() if key not in _TEXT_OUTPUTS}
     for key, value in expected.items():
-        found = made.get(key)
+        actual = outputs.get(key)
         if not hasattr(value, "shape"):
             raise ValueError(f"its output {key} is no tensor for images of several sizes")
-        if found is None or found.shape != value.shape or not bool((found == value).all()):
+        if actual is None or actual.shape != value.shape or not bool((actual == value).all()):
             raise ValueError(f"it makes {key} of more than its image processor's outputs")
-    tokens = sum(text.count(described.token) for text in described.texts(made, len(_PROBES)))
+    tokens = sum(text.count(described.token) for text in described.texts(outputs, len(_PROBES)))
     numbers = sum(int(value.numel()) for value in expected.values())
     return tuple(sorted(expected)), numbers // max(1, tokens)
 
 
-def _try_texts(described: ImageProcessor, made: Any) -> list[str]:
+def _try_texts(described: ImageProcessor, outputs: Any) -> list[str]:
     """Texts of the probes. ValueError unless each depends on nothing but the image's size."""
-    texts = described.texts(made, len(_PROBES))
+    texts = described.texts(outputs, len(_PROBES))
     alone = [described.texts(described.process([image]), 1)[0] for image in _blank_images()]
     if texts != alone:
         raise ValueError("an image's tokens depend on the others of its sample")
     return texts
 
 
-def _try_message(full: Any, given: Any, pieces: list[str], texts: Sequence[str]) -> None:
+def _try_message(full: Any, full_outputs: Any, pieces: list[str], texts: Sequence[str]) -> None:
     """ValueError if the processor has other ids than those of these texts between the pieces."""
     written = "".join(a + b for a, b in zip(pieces, [*texts, ""], strict=True))
-    if full.tokenizer(written)["input_ids"] != given["input_ids"].tolist()[0]:
+    if full.tokenizer(written)["input_ids"] != full_outputs["input_ids"].tolist()[0]:
         raise ValueError("it changes more of the text than the images' placeholders")
 
 
 def _is_quick(described: ImageProcessor, texts: Sequence[str]) -> bool:
     """Whether the texts of the probes are the same without values of pixels."""
     try:
-        made = [described.process([image], **_QUICK) for image in _blank_images()]
-        return [described.texts(each, 1)[0] for each in made] == texts
+        quick_outputs = [described.process([image], **_QUICK) for image in _blank_images()]
+        return [described.texts(outputs, 1)[0] for outputs in quick_outputs] == texts
     except _FAILURES:
         return False
 

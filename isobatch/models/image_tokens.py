@@ -37,6 +37,8 @@ def _plan(rule: VisionRule, width: int, height: int, images: int) -> ImagePlan:
         raise ImageRejected("empty_image", detail)
     plan = rule.plan_one_of(images, width, height)
     if max(plan.num_patches, plan.num_vit_tokens, plan.num_image_tokens) > MOST_VALUE:
-        found = f"makes more than {MOST_VALUE:,} tokens of an image of {width} x {height} pixels"
-        raise ConfigError(f"the model's rule for images {found}; its preset or its files are wrong")
+        problem = f"makes more than {MOST_VALUE:,} tokens of an image of {width} x {height} pixels"
+        raise ConfigError(
+            f"the model's rule for images {problem}; its preset or its files are wrong"
+        )
     return plan

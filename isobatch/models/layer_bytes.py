@@ -83,7 +83,7 @@ class KeptBytes:
 
     trained: float
     frozen: float
-    """With frozen weights, where a gradient passes through."""
+    """Bytes with frozen weights, where a gradient passes through."""
 
     def __add__(self, other: "KeptBytes") -> "KeptBytes":
         """Both layers."""
@@ -94,7 +94,7 @@ class KeptBytes:
 
 
 NOTHING = KeptBytes(trained=0.0, frozen=0.0)
-"""Of a layer that keeps nothing, as a table of embeddings."""
+"""Bytes of a layer that keeps nothing, as a table of embeddings."""
 
 
 def transformer_bytes(shape: TransformerShape, run: LayerRun) -> KeptBytes:
@@ -114,8 +114,9 @@ def embedding_bytes(values: float, run: LayerRun) -> KeptBytes:
 
 
 def projector_bytes(shape: EncoderShape, run: LayerRun) -> KeptBytes:
-    """All projectors of an encoder, per token that enters them: LayerNorm and an MLP each."""
-    size, count = run.number_bytes, shape.num_projectors
+    """What an encoder's projectors keep, per token that enters them: LayerNorm and an MLP each."""
+    size = run.number_bytes
+    count = shape.num_projectors
     # products are split by their outputs and by their inputs in turn
     inner = [
         run.split(width) if place % 2 else width
@@ -165,9 +166,10 @@ def activation_budget(
 def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
     query, key = run.head_widths(shape)
-    kept, copies = 2 * query + 2 * key, 0
+    numbers = 2 * query + 2 * key
+    copies = 0
     if isinstance(shape, VitShape) and shape.joint_attention and run.kernels == "transformers":
-        kept, copies = kept + 2 * query, query
+        numbers, copies = numbers + 2 * query, query
     heads = NOTHING
     if shape.has_head_norms:
         inputs = run.number_bytes if run.kernels == "fused" else FLOAT_BYTES
@@ -176,17 +178,18 @@ def _attention(shape: TransformerShape, run: LayerRun) -> KeptBytes:
             outputs = FLOAT_BYTES
         heads = KeptBytes(trained=(inputs + outputs) * (query + key), frozen=inputs * (query + key))
     size = run.number_bytes
-    return heads + KeptBytes(trained=size * (kept + copies), frozen=size * kept)
+    return heads + KeptBytes(trained=size * (numbers + copies), frozen=size * numbers)
 
 
 def _feed_forward(shape: TransformerShape, run: LayerRun) -> KeptBytes:
     """Without the products' input, which is a norm's output."""
-    width, plain = run.number_bytes * run.split(shape.ffn_size), run.kernels == "transformers"
+    width = run.number_bytes * run.split(shape.ffn_size)
+    plain = run.kernels == "transformers"
     # what the activation function and the gate need, without their product
-    kept = 2 + plain if shape.gated else 1
+    numbers = 2 + plain if shape.gated else 1
     if shape.quick_gelu and plain:
-        kept += 1
-    return KeptBytes(trained=float((kept + 1) * width), frozen=float(kept * width))
+        numbers += 1
+    return KeptBytes(trained=float((numbers + 1) * width), frozen=float(numbers * width))
 
 
 def _norms(shape: TransformerShape, run: LayerRun) -> KeptBytes:

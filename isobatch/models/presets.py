@@ -51,10 +51,10 @@ class TransformerShape:
     """Norms before and after attention and feed-forward part, in float32 (Gemma 2 to 4)."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=MOST_SIZE)
+        check_positive(self, max_integer=MOST_SIZE)
         if (self.num_full_layers or 0) > self.num_layers:
-            found = f"num_full_layers = {self.num_full_layers}"
-            raise ConfigError(f"{found}: there are {self.num_layers} layers")
+            actual = f"num_full_layers = {self.num_full_layers}"
+            raise ConfigError(f"{actual}: there are {self.num_layers} layers")
 
     @property
     def has_rms_norms(self) -> bool:
@@ -152,7 +152,7 @@ class VitShape(EncoderShape):
 
     @property
     def has_rms_norms(self) -> bool:
-        """By families: those with gates or normalised queries have RMSNorm, others LayerNorm."""
+        """Whether layers have RMSNorm: of families with gates or normalised queries."""
         return self.gated or self.query_key_norm
 
     @property
@@ -168,7 +168,7 @@ class AudioEncoderShape(EncoderShape):
     frame_values: int
     """Mel bins that the first convolution reads per frame of the spectrogram."""
     conv_channels: int | None = None
-    """Of three convolutions over frames and mel bins (Qwen3-Omni); None: Whisper's two."""
+    """Channels of three convolutions over frames and mel bins (Qwen3-Omni); None: Whisper's two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class LlmShape(TransformerShape):
 
     @property
     def has_rms_norms(self) -> bool:
-        """All families that we know have."""
+        """Whether layers have RMSNorm: in all families that we know."""
         return True
 
     @property
@@ -225,7 +225,7 @@ class LlmShape(TransformerShape):
         return self.attention_weights + experts * self.hidden_size * width
 
     def mean_squares(self, lengths: IntArray, squares: IntArray) -> IntArray:
-        """As of other shapes; squares of larger heads count for more."""
+        """Squared lengths as of other shapes; those of larger heads count for more."""
         mean = super(LlmShape, self).mean_squares(lengths, squares)
         more = (self.num_full_layers or 0) * ((self.full_head_size or 0) - self.head_size)
         return (
@@ -284,7 +284,8 @@ class MediaMarkup:
 
 @lru_cache(maxsize=1 << 12)
 def _written(markup: MediaMarkup, parts: tuple[MarkupPart, ...], number: int) -> str:
-    texts, pieces = dict(markup.parts), []
+    texts = dict(markup.parts)
+    pieces = []
     for part in parts:
         text = texts[part.name].replace("{row}", str(part.row)).replace("{label}", part.label)
         pieces.append(text.replace("{column}", str(part.column)))
@@ -306,11 +307,11 @@ class ModelPreset:
     """Dimensions for FLOPs; a preset without them counts and groups, but predicts no time."""
     llm: LlmShape | None = None
     audio: AudioRule | None = None
-    """None for a model without an audio encoder, which has no `audio_markup` either."""
+    """Rule of audio clips; None for a model without an audio encoder: no `audio_markup` either."""
     audio_markup: MediaMarkup | None = None
     audio_encoder: AudioEncoderShape | None = None
     video: VideoRule | None = None
-    """None for a model that takes no videos, which has no `video_markup` either."""
+    """Rule of videos; None for a model that takes none, which has no `video_markup` either."""
     video_markup: MediaMarkup | None = None
     """Its token may be that of images, where frames are images."""
 
@@ -319,27 +320,24 @@ class ModelPreset:
             raise ConfigError(f"context_len is {self.context_len}; give 1 to {MOST_CONTEXT:,}")
         for kind in ("audio", "video"):
             names = kind, f"{kind}_markup"
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) == 1:
-                lacks = names[given == [kind]]
+            present = [name for name in names if getattr(self, name) is not None]
+            if len(present) == 1:
+                lacks = names[present == [kind]]
                 advice = f"give both for a model with {kind}, else neither"
-                raise ConfigError(f"has [{given[0]}] but no [{lacks}]; {advice}")
-        self._check_tokens()
-        _check_parts("image_markup", self.image_markup, self.vision)
-        if self.video_markup is not None:
-            _check_parts("video_markup", self.video_markup, self.video)
-
-    def _check_tokens(self) -> None:
+                raise ConfigError(f"has [{present[0]}] but no [{lacks}]; {advice}")
         video = self.video_markup
         if video is not None and video.token == self.image_markup.token:
             video = None
-        markups = [each for each in (self.image_markup, self.audio_markup, video) if each]
+        markups = [value for value in (self.image_markup, self.audio_markup, video) if value]
         strings = Counter(string for one in markups for string in {one.prefix, one.suffix})
         strings.update(one.token for one in markups)
         for markup in markups:
             if strings[markup.token] > 1:
                 again = f"the token {markup.token!r} has a second place in the markup"
                 raise ConfigError(f"{again}; give each its own")
+        _check_parts("image_markup", self.image_markup, self.vision)
+        if self.video_markup is not None:
+            _check_parts("video_markup", self.video_markup, self.video)
 
     @property
     def has_dimensions(self) -> bool:
@@ -433,22 +431,20 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     values, where = dict(values), f"model preset {values.get('name', '?')}"
     for name, known in _RULES.items():
         if name == "vision" or values.get(name) is not None:
-            values[name] = _rule_from_dict(known, values.get(name, {}), name, where)
+            table = values.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{where}: {name} is {shown(table)}; give the table of a rule")
+            rule = table.get("rule")
+            if not isinstance(rule, str) or rule not in known:
+                use = f"use one of {', '.join(known)}"
+                raise ConfigError(f"{where}: {name}.rule is {shown(rule)}; {use}")
+            options = {key: value for key, value in table.items() if key != "rule"}
+            values[name] = build_config(known[rule], options, where=f"{where}, [{name}]")
     values.setdefault("image_markup", {})
     for name, kind in _TABLES.items():
         if values.get(name) is not None:
             values[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
     return build_config(ModelPreset, values, where=where)
-
-
-def _rule_from_dict(known: dict[str, Any], table: Any, name: str, where: str) -> Any:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}: {name} is {shown(table)}; give the table of a rule")
-    rule = table.get("rule")
-    if not isinstance(rule, str) or rule not in known:
-        raise ConfigError(f"{where}: {name}.rule is {shown(rule)}; use one of {', '.join(known)}")
-    options = {key: value for key, value in table.items() if key != "rule"}
-    return build_config(known[rule], options, where=f"{where}, [{name}]")
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
@@ -463,7 +459,11 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
             values[name] = given_options(part)
     for name, known in _RULES.items():
         if name in values:
-            rule = next(own for own, each in known.items() if each is type(getattr(preset, name)))
+            rule = next(
+                rule_name
+                for rule_name, rule_type in known.items()
+                if rule_type is type(getattr(preset, name))
+            )
             values[name] = {"rule": rule, **values[name]}
     return values
 

@@ -43,7 +43,7 @@ MAGIC_BYTES = 8
 """Magic and padding before the schema of an IPC file."""
 
 MOST_FILE_BYTES = (1 << 31) - 1
-"""Of the images and videos of a group, and of its audio: offsets in them are int32."""
+"""Bytes of a group's images and videos at most, and of its audio: offsets are int32."""
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
@@ -97,18 +97,16 @@ class ArrowShardWriter:
     def add(self, block: PackedBlock) -> list[ByteRange]:
         """Append each group as one record batch; a range is its encapsulated IPC message."""
         batch = self._batch(block)
+        ranges = []
         with closed_on_error(self._file):
-            # slices of the whole block: the writer cuts all columns to them
-            return [
-                self._write(batch.slice(first, last - first))
-                for first, last in pairwise(block.group_offsets.tolist())
-            ]
-
-    def _write(self, part: pa.RecordBatch) -> ByteRange:
-        self._writer.write_batch(part)
-        # measured from the end: before the first message the writer puts the schema as well
-        length = pa.ipc.get_record_batch_size(part)
-        return self._file.tell() - length, length
+            for first, last in pairwise(block.group_offsets.tolist()):
+                # a slice of the whole block: the writer cuts all columns to it
+                part = batch.slice(first, last - first)
+                self._writer.write_batch(part)
+                # measured from the end: before the first message the writer puts the schema as well
+                length = pa.ipc.get_record_batch_size(part)
+                ranges.append((self._file.tell() - length, length))
+        return ranges
 
     def _batch(self, block: PackedBlock) -> pa.RecordBatch:
         images, audios = block.images, block.audios
@@ -126,21 +124,20 @@ class ArrowShardWriter:
             columns.append(_lists(images.offsets, images.numbers["num_frames"]))
             columns.append(_lists(images.offsets, images.numbers["rate"], _RATES))
         if self._extras:
-            columns.append(self._extra_columns(block))
+            arrays = []
+            for name, kind in self._extras.items():
+                values = block.extras[name]
+                if kind == "json":
+                    to_json = partial(json.dumps, ensure_ascii=False)
+                    values = [None if value is None else to_json(value) for value in values]
+                arrays.append(pa.array(values, _EXTRAS[kind]))
+            fields = list(self._schema.field(EXTRAS).type)
+            columns.append(pa.StructArray.from_arrays(arrays, fields=fields))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _files(self, files: PackedFiles) -> pa.ListArray:
         values = pa.array(files.paths, pa.string()) if self._refs else _binaries(files)
         return pa.ListArray.from_arrays(pa.array(files.offsets, pa.int32()), values)
-
-    def _extra_columns(self, block: PackedBlock) -> pa.StructArray:
-        arrays, to_json = [], partial(json.dumps, ensure_ascii=False)
-        for name, kind in self._extras.items():
-            values = block.extras[name]
-            if kind == "json":
-                values = [None if each is None else to_json(each) for each in values]
-            arrays.append(pa.array(values, _EXTRAS[kind]))
-        return pa.StructArray.from_arrays(arrays, fields=list(self._schema.field(EXTRAS).type))
 
     def close(self) -> None:
         """Write the footer and close the file."""
@@ -245,7 +242,8 @@ def decode_arrow(
     Images, audio and tokens are views into `content`. DECODE_ERRORS if it is damaged.
     """
     batch = GroupColumns(content, schema)
-    borders, sample_ids = batch.borders, tuple(batch.column("sample_id").to_pylist())
+    borders = batch.borders
+    sample_ids = tuple(batch.column("sample_id").to_pylist())
     tokens = borders["input_ids"]
     if borders["labels"] != tokens:
         raise ValueError("tokens and labels do not belong together")
@@ -279,7 +277,7 @@ def _extras(column: pa.StructArray, types: ExtraTypes) -> dict[str, list[Any]]:
     for place, (name, kind) in enumerate(types.items()):
         values = column.field(place).to_pylist()
         if kind == "json":
-            values = [None if each is None else json.loads(each) for each in values]
+            values = [None if value is None else json.loads(value) for value in values]
         extras[name] = values
     return extras
 
@@ -301,7 +299,8 @@ def _files(
 ) -> tuple[Contents, Sequence[str], Int32Array, list[Any]]:
     """Images or audio files of a batch, their paths (refs), samples and numbers."""
     name = f"{kind}s" if media is None else f"{kind}_paths"
-    borders, numbers = batch.borders[name], []
+    borders = batch.borders[name]
+    numbers = []
     for number in filter(batch.borders.__contains__, _NUMBERS[kind]):
         if batch.borders[number] != borders:
             raise ValueError(f"{kind} files and their numbers do not belong together")
@@ -324,11 +323,12 @@ def _read_refs(
     if not any(lists):
         return media.read(paths, owners, where)
     names = [frames or [path] for path, frames in zip(paths, lists, strict=True)]
-    whose = [owner for owner, own in zip(owners, names, strict=True) for _ in own]
-    found, contents = iter(media.read([*chain(*names)], whose, where)), []
-    for frames, own in zip(lists, names, strict=True):
-        files = [*islice(found, len(own))]
-        missing = [each for each in files if isinstance(each, MissingFile)]
+    whose = [owner for owner, frame_names in zip(owners, names, strict=True) for _ in frame_names]
+    read_files = iter(media.read([*chain(*names)], whose, where))
+    contents = []
+    for frames, frame_names in zip(lists, names, strict=True):
+        files = [*islice(read_files, len(frame_names))]
+        missing = [file for file in files if isinstance(file, MissingFile)]
         contents.append(pack_frames(files) if frames and not missing else (missing or files)[0])
     return contents
 

@@ -27,7 +27,8 @@ def file_checksum(file: IO[bytes]) -> tuple[str, int]:
     >>> file_checksum(BytesIO(b"abc"))
     ('06b05ab6733a618578af5f94892f3950', 3)
     """
-    checksum, size = FileChecksum(), 0
+    checksum = FileChecksum()
+    size = 0
     while piece := file.read(PIECE_BYTES):
         checksum.update(piece)
         size += len(piece)

@@ -120,7 +120,8 @@ def naming_full_disk(folder: Path | str, advice: str = "make room there") -> Ite
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        reason, then = os.strerror(error.errno or 0).lower(), "then run the same command again"
+        reason = os.strerror(error.errno or 0).lower()
+        then = "then run the same command again"
         raise DataError(f"{folder}: {reason}: {advice}, {then}") from None
 
 

@@ -90,7 +90,8 @@ class IndexPart:
         """Fill in the checksums of the groups and of the shard `name`, which is read once."""
         with pa.memory_map(str(written)) as source:
             content = memoryview(source.read_buffer())
-        whole, done = FileChecksum(), 0
+        whole = FileChecksum()
+        done = 0
         for number, table in enumerate(self.rows):
             checksums = []
             for row in table.select(["offset", "length"]).to_pylist():
@@ -151,11 +152,11 @@ def index_schema(largest: Mapping[str, int]) -> pa.Schema:
     million groups of 8,192 tokens, where int32 takes 308 MB.
     """
     types = ((name, str(np.min_scalar_type(int(largest[name])))) for name in INDEX_COLUMNS)
-    return pa.schema([(name, pa.type_for_alias(each)) for name, each in types])
+    return pa.schema([(name, pa.type_for_alias(alias)) for name, alias in types])
 
 
 def find_batches(path: Path) -> tuple[BatchRange, ...]:
-    """Where the record batches of an Arrow file are, in order; reads it once."""
+    """Ranges of the record batches of an Arrow file, in order; reads it once."""
     with pa.memory_map(str(path)) as source:
         content = source.read_buffer()
     messages = pa.BufferReader(content)
@@ -190,11 +191,16 @@ def open_index(manifest: Manifest, files: IndexFiles | None = None) -> "GroupInd
     Record batches are read later, so most damage is found by the first read of a row in one.
     """
     files = files or FolderFiles(manifest)
+    place = join(manifest.place, INDEX_NAME)
     if manifest.version > 2:
-        index = _batches_by_range(manifest, INDEX_NAME, _listed_schema(manifest), files)
+        types = manifest.file(INDEX_NAME).types
+        if not all(types.get(name) in _TYPES for name in INDEX_COLUMNS):
+            problem = f"the manifest gives its columns the types {types}, not unsigned integers"
+            raise DamagedShard(f"{place}: {problem}; build again")
+        schema = pa.schema([(name, pa.type_for_alias(types[name])) for name in INDEX_COLUMNS])
+        index = _batches_by_range(manifest, INDEX_NAME, schema, files)
         return GroupIndex(index, lambda: _batches_by_range(manifest, IDS_NAME, IDS_SCHEMA, files))
     # version 2: one file with both, by its footer
-    place = join(manifest.place, INDEX_NAME)
     try:
         reader = pa.ipc.open_file(files.open_file(INDEX_NAME))
     except (OSError, pa.ArrowException) as error:
@@ -202,15 +208,6 @@ def open_index(manifest: Manifest, files: IndexFiles | None = None) -> "GroupInd
         raise DamagedShard(f"{place}: cannot be opened ({first_line(error)}); {advice}") from None
     both = _Batches(reader.get_batch, reader.num_record_batches, manifest.num_groups, place)
     return GroupIndex(both, lambda: both)
-
-
-def _listed_schema(manifest: Manifest) -> pa.Schema:
-    """The index's columns as the manifest says; DamagedShard if it does not."""
-    types = manifest.file(INDEX_NAME).types
-    if not all(types.get(name) in _TYPES for name in INDEX_COLUMNS):
-        problem = f"the manifest gives its columns the types {types}, not unsigned integers"
-        raise DamagedShard(f"{join(manifest.place, INDEX_NAME)}: {problem}; build again")
-    return pa.schema([(name, pa.type_for_alias(types[name])) for name in INDEX_COLUMNS])
 
 
 def _batches_by_range(
@@ -236,8 +233,10 @@ class _Batches:
         place: str,
         at_once: int = 1,
     ) -> None:
-        self.num_groups, self.num_batches = num_groups, num_batches
-        self._read, self._place = read, place
+        self.num_groups = num_groups
+        self.num_batches = num_batches
+        self._read = read
+        self._place = place
         self._batches: dict[int, pa.RecordBatch] = {}
         self._locks = [threading.Lock() for _ in range(at_once)]
         if num_batches != -(-num_groups // BATCH_ROWS):
@@ -282,8 +281,8 @@ class _Batches:
             raise self._misfit(f"{batch.num_rows} rows in record batch {number}")
         return batch
 
-    def _misfit(self, found: str) -> DamagedShard:
-        problem = f"{found}, which does not fit the manifest's {self.num_groups} groups"
+    def _misfit(self, what: str) -> DamagedShard:
+        problem = f"{what}, which does not fit the manifest's {self.num_groups} groups"
         return DamagedShard(f"{self._place}: {problem}; run `packer verify`, or build again")
 
 
@@ -292,7 +291,8 @@ class GroupIndex:
 
     def __init__(self, batches: _Batches, open_ids: Callable[[], _Batches]) -> None:
         """`open_index` makes it. `open_ids` opens the sample ids when they are first asked for."""
-        self._batches, self._open_ids = batches, open_ids
+        self._batches = batches
+        self._open_ids = open_ids
         self._num_groups = batches.num_groups
         self._views: dict[tuple[int, str], NDArray[np.integer[Any]]] = {}
         self._cells: dict[tuple[int, tuple[str, ...]], list[memoryview[int]]] = {}
@@ -367,7 +367,8 @@ class GroupIndex:
             numbers = self._batches.read_numbers()
             views = [self._view(number, name) for number in numbers]
             places = np.array([_address(view) for view in views])
-            lowest, size = int(places.argmin()), views[0].itemsize
+            lowest = int(places.argmin())
+            size = views[0].itemsize
             starts = np.zeros(self._batches.num_batches, np.int64)
             starts[numbers] = (places - places[lowest]) // size
             end = int(starts.max()) + BATCH_ROWS
@@ -379,9 +380,9 @@ class GroupIndex:
         view = self._views.get((batch, name))
         if view is None:
             # not `to_numpy`, which imports pandas where it is installed: .2 s and 50 MB
-            made: NDArray[Any] = np.from_dlpack(self._batches.get(batch).column(name))
+            column: NDArray[Any] = np.from_dlpack(self._batches.get(batch).column(name))
             # fetched bytes that are in no cache may be anywhere
-            view = made if _address(made) % made.itemsize == 0 else made.copy()
+            view = column if _address(column) % column.itemsize == 0 else column.copy()
             self._views[batch, name] = view
         return view
 

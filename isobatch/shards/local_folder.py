@@ -81,12 +81,13 @@ class LocalFolder:
             reason = error.strerror or error
             raise DataError(f"{error.filename}: cannot be listed: {reason}") from None
 
-        found, top = [], self._path / folder
+        paths = []
+        top = self._path / folder
         for parent, folders, names in os.walk(top, onerror=fail, followlinks=self._follow_links):
             folders[:] = [name for name in folders if name[0] != "."]
             visible = [Path(parent, name) for name in names if name[0] != "."]
-            found += [path.relative_to(self._path).as_posix() for path in visible]
-        yield from map(self.info, sorted(found))
+            paths += [path.relative_to(self._path).as_posix() for path in visible]
+        yield from map(self.info, sorted(paths))
 
     def names(self) -> list[str]:
         """Names of the files in the folder itself, sorted."""

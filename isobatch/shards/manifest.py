@@ -84,7 +84,8 @@ class BuildFile:
         """The file of an entry of the manifest."""
         batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
         name, checksum = (_of_type(entry, key, str) for key in ("name", "xxh3_128"))
-        size, types = _of_type(entry, "size", int), _of_type({"types": {}} | entry, "types", dict)
+        size = _of_type(entry, "size", int)
+        types = _of_type({"types": {}} | entry, "types", dict)
         return cls(name=name, size=size, checksum=checksum, batches=batches, types=types)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,10 +95,10 @@ class BuildFile:
         types = {"types": dict(self.types)} if self.types else {}
         return entry | types | ({"batches": batches} if batches else {})
 
-    def wrong_size(self, place: str, found: str) -> DamagedShard:
-        """The error for a file of another size, of which `found` says what it has."""
+    def wrong_size(self, place: str, actual: str) -> DamagedShard:
+        """The error for a file of another size, of which `actual` says what it has."""
         said = f"the manifest says {self.size} bytes"
-        return DamagedShard(f"{place}: {found}, {said}; copy or build it again")
+        return DamagedShard(f"{place}: {actual}, {said}; copy or build it again")
 
     def wrong_checksum(self, place: str) -> DamagedShard:
         """The error for a file of another checksum."""
@@ -114,7 +115,7 @@ class Manifest:
     hash: str
     """SHA-256 of the file: two builds with the same hash have the same bytes."""
     version: int
-    """`format_version`, of READ_VERSIONS."""
+    """Version of the format, of READ_VERSIONS."""
     format: ShardFormat
     model: ModelPreset
     limits: Limits
@@ -129,9 +130,9 @@ class Manifest:
     """Folder or URI that the paths of images and audio files start from; refs only."""
     image_token_id: int
     audio_token_id: int | None
-    """None for a model without an audio encoder."""
+    """Id of the audio token; None for a model without an audio encoder."""
     video_token_id: int | None
-    """None for a model without videos; of some models, it is the image token's."""
+    """Id of the video token, of some models the image token's; None for a model without videos."""
     vocab_size: int
     extras: ExtraTypes
     """Columns of the raw data that each sample has, and their types."""
@@ -194,8 +195,8 @@ def read_manifest(place: str | Path) -> Manifest:
     if not place.strip():
         raise DataError("an empty path; give the output folder or URI of `packer build`")
     if not is_uri(place) and not Path(place).is_dir():
-        found = "a file, no folder" if Path(place).exists() else "no such folder"
-        raise DataError(f"{place}: {found}; give the output folder of `packer build`")
+        what = "a file, no folder" if Path(place).exists() else "no such folder"
+        raise DataError(f"{place}: {what}; give the output folder of `packer build`")
     try:
         content = open_folder(place, follow_links=True).read(MANIFEST_NAME)
     except FileNotFoundError:
@@ -211,8 +212,8 @@ def unfinished(place: str) -> DataError:
         advice = "nothing is there: give the output folder or URI of `packer build`"
     # every build begins with one of these folders
     if names and not {"staging", "shards"} & set(names):
-        found = f"it holds {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-        advice = f"{found}: pack raw data with `packer build --dataset {place}`"
+        contents = f"it holds {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        advice = f"{contents}: pack raw data with `packer build --dataset {place}`"
     return DataError(f"{place}: no {MANIFEST_NAME}, so no finished build; {advice}")
 
 
@@ -230,7 +231,10 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         values = parse_json(content, f"{path}: not a manifest of Isobatch", DataError, exact=True)
         version, shard_format = values["format_version"], values.get("format")
         if version in READ_VERSIONS and shard_format in SHARD_FORMATS:
-            _check_content(path, values)
+            rest = {name: value for name, value in values.items() if name != "content_hash"}
+            if values.get("content_hash", hash_json(rest)) != hash_json(rest):
+                what = "its content is not what its content_hash says"
+                raise DamagedShard(f"{path}: damaged or edited: {what}")
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)
     except IsobatchError:
         raise
@@ -242,14 +246,6 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         f"reads format_version {' and '.join(map(str, READ_VERSIONS))}, "
         f"{', '.join(SHARD_FORMATS)}; install the version that wrote it, or build again"
     )
-
-
-def _check_content(path: str, values: dict[str, Any]) -> None:
-    """DamagedShard unless `content_hash`, if it is there, is that of the rest."""
-    rest = {name: value for name, value in values.items() if name != "content_hash"}
-    if values.get("content_hash", hash_json(rest)) != hash_json(rest):
-        what = "its content is not what its content_hash says"
-        raise DamagedShard(f"{path}: damaged or edited: {what}")
 
 
 def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
@@ -293,7 +289,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
 
 
 class IndexFiles(Protocol):
-    """Where the index and the tables of a build are: in a folder, or in a store."""
+    """Place of a build's index and tables: a folder, or a store."""
 
     at_once: int
     """Record batches to read at a time."""
@@ -314,7 +310,8 @@ class FolderFiles:
         self, manifest: Manifest, folder: Path | None = None, *, verify: bool = True
     ) -> None:
         """`folder`: where they are, if not next to the manifest. `verify`: compare checksums."""
-        self._manifest, self._verify = manifest, verify
+        self._manifest = manifest
+        self._verify = verify
         self._folder = folder or Path(manifest.place)
         self._mapped: dict[str, pa.Buffer] = {}
 
@@ -345,7 +342,8 @@ class FolderFiles:
 
     def _check_batch(self, file: BuildFile, number: int) -> None:
         """DamagedShard if a record batch is damaged."""
-        batch, path = file.batches[number], self._folder / file.name
+        batch = file.batches[number]
+        path = self._folder / file.name
         # read, not mapped: so columns that nobody uses take no memory of this process
         with pa.OSFile(str(path)) as opened:
             content = opened.read_at(batch.length, batch.offset)

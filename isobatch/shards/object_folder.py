@@ -68,15 +68,15 @@ class ObjectFolder:
         """The file, seekable."""
         with self._reading(name) as key:
             try:
-                found = self._get(key, {"range": (0, HEAD_BYTES)})
+                response = self._get(key, {"range": (0, HEAD_BYTES)})
             except BaseError as error:
                 if store_errors.status_of(str(error)) != store_errors.PAST_END:
                     raise
                 return io.BytesIO()
-            head = bytes(found.bytes())
-        if found.meta["size"] <= len(head):
+            head = bytes(response.bytes())
+        if response.meta["size"] <= len(head):
             return io.BytesIO(head)
-        file = _RangedFile(self, name, found.meta, head)
+        file = _RangedFile(self, name, response.meta, head)
         return cast("IO[bytes]", io.BufferedReader(file, LEAST_WINDOW))
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -119,8 +119,8 @@ class ObjectFolder:
         with self._reading(folder) as key:
             # listed whole: stores promise no order
             pages = self._store().list(key or None, chunk_size=1000)
-            found = [self._info(meta) for page in pages for meta in page]
-        visible = (info for info in found if "/." not in f"/{info.name}")
+            infos = [self._info(meta) for page in pages for meta in page]
+        visible = (info for info in infos if "/." not in f"/{info.name}")
         yield from sorted(visible, key=attrgetter("name"))
 
     def names(self) -> list[str]:
@@ -215,10 +215,13 @@ class _RangedFile(io.RawIOBase):
     """A large object, read in windows; its beginning, to which readers return, stays in memory."""
 
     def __init__(self, root: ObjectFolder, name: str, meta: "ObjectMeta", head: bytes) -> None:
-        self._root, self._name = root, name
+        self._root = root
+        self._name = name
         self._size, self._version = meta["size"], meta["e_tag"]
         self._head = head
-        self._start, self._window, self._window_bytes = 0, head, LEAST_WINDOW
+        self._start = 0
+        self._window = head
+        self._window_bytes = LEAST_WINDOW
         self._position = 0
 
     def readable(self) -> bool:

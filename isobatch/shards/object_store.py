@@ -36,11 +36,11 @@ FIRST_TRIES = 5
 """Tries of the first request, 1.5 s: a mistyped endpoint must not take a minute to come out."""
 
 _FIRST_PAUSE_S, _LONGEST_BACKOFF_S = 0.1, 15.0
-"""Between obstore's own tries."""
+"""Pauses between obstore's own tries."""
 _CONNECT_S = 5.0
 _AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _LONGEST_PAUSE_S = 5.0
-"""Between ours, of a `RangeReader`."""
+"""Pause between the tries of a `RangeReader`, at most."""
 _RETRIES = 3
 """obstore's own retries, inside a body too; few, because it says why only when it gives up."""
 _READ_TIMEOUT_S = 15.0
@@ -249,11 +249,11 @@ class RangeReader:
         """The content of one answer. DamagedShard if it is not as long as it should be."""
         key = f"{self._prefix}/{name}" if self._prefix else name
         options = {"range": window} if window else None
-        found = await self._store(retries).get_async(key, options=options)
-        if size is not None and found.meta["size"] != size:
-            problem = f"has {found.meta['size']} bytes, the manifest says {size} bytes"
+        response = await self._store(retries).get_async(key, options=options)
+        if size is not None and response.meta["size"] != size:
+            problem = f"has {response.meta['size']} bytes, the manifest says {size} bytes"
             raise DamagedShard(f"{self.uri}/{name}: {problem}; copy or build it again")
-        content = await found.bytes_async()
+        content = await response.bytes_async()
         if window is not None and len(content) != window[1] - window[0]:
             problem = f"{len(content)} bytes came of {window[1] - window[0]}"
             raise DamagedShard(f"{self.uri}/{name}: {problem}; run `packer verify`")
@@ -287,7 +287,8 @@ class _Worker:
     """A thread with an event loop, which ends with its reader, or before the interpreter does."""
 
     def __init__(self) -> None:
-        self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
         run = self._loop.run_forever
         thread = threading.Thread(target=run, name="isobatch-store", daemon=True)
         thread.start()

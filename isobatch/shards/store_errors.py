@@ -103,7 +103,8 @@ class Refusal:
 def explain(uri: str, error: Exception) -> Refusal:
     """What an error of obstore's means."""
     message = str(error)
-    status, variables = status_of(message), CREDENTIALS.get(_scheme(uri), "the URL")
+    status = status_of(message)
+    variables = CREDENTIALS.get(_scheme(uri), "the URL")
     if any(code in message for code in _BUCKET_CODES):
         return Refusal(_NO_SUCH_BUCKET, is_of_place=True)
     if isinstance(error, FileNotFoundError) or status in {404, 410}:

@@ -19,15 +19,15 @@ from isobatch.common.types import FloatArray, IntArray
 
 
 class MissingFile(bytes):
-    """In place of a file of a refs build that is not there: no bytes, and why there are none."""
+    """Stand-in for a file of a refs build that is not there: no bytes, and why there are none."""
 
     reason: str
 
     def __new__(cls, reason: str) -> Self:
-        """Without bytes."""
-        made = super().__new__(cls)
-        made.reason = reason
-        return made
+        """Make one without bytes."""
+        missing = super().__new__(cls)
+        missing.reason = reason
+        return missing
 
 
 Int32Array = NDArray[np.int32]
@@ -47,7 +47,7 @@ EXTRAS = "extras"
 """Name of these columns in manifests, shards and micro-batches."""
 
 FRAMES = "frames:"
-"""Before the path of a list of images that is a video, in a refs build: their paths as JSON."""
+"""Prefix of the path of a video that is a list of images, in a refs build: their paths as JSON."""
 
 
 def frame_paths(path: str) -> list[str]:

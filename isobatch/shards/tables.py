@@ -173,7 +173,9 @@ def read_id_hashes(manifest: Manifest, open_file: OpenFile | None = None) -> NDA
     hashes = np.empty(len(column), np.uint64)
     first = 0
     for ids in column.cast(pa.binary()).chunks:
-        hashes[first : first + len(ids)] = [group_checksum(each) for each in ids.to_pylist()]
+        hashes[first : first + len(ids)] = [
+            group_checksum(sample_id) for sample_id in ids.to_pylist()
+        ]
         first += len(ids)
     return hashes[rows]
 
@@ -225,7 +227,7 @@ def _check_fit(
     fits = len(groups) == len(index) and offsets[-1] == num_samples
     fits = fits and np.array_equal(groups.sizes, index.column("num_samples"))
     sums = ((name, groups.sum(values.astype(np.int64))) for name, values in columns.items())
-    if not (fits and all(np.array_equal(found, index.column(name)) for name, found in sums)):
+    if not (fits and all(np.array_equal(counts, index.column(name)) for name, counts in sums)):
         raise DataError(
             f"{manifest.place}: {COUNTS_NAME} and {GROUPS_NAME} do not fit {INDEX_NAME}; they are "
             "of another build: copy all files of one build, or build again"

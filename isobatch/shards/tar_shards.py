@@ -73,7 +73,7 @@ def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]
     )
     frames, rates = (block.images.numbers[name][images].tolist() for name in ("num_frames", "rate"))
     about_images = zip(block.images.paths[images], frames, rates, strict=True)
-    image_names = [f"{n}.{_visual_suffix(*each)}" for n, each in enumerate(about_images)]
+    image_names = [f"{n}.{_visual_suffix(*visual)}" for n, visual in enumerate(about_images)]
     suffixes = [_suffix(path, _AUDIO_SUFFIXES, "snd") for path in block.audios.paths[audios]]
     audio_names = [f"audio{n}.{suffix}" for n, suffix in enumerate(suffixes)]
     about = {
@@ -178,8 +178,14 @@ def _full_names(
     keys: Sequence[str], names: Sequence[Sequence[str]]
 ) -> tuple[list[str], NDArray[np.int32]]:
     """The members that the samples name, and the place of each one's sample."""
-    full = [f"{key}.{name}" for key, own in zip(keys, names, strict=True) for name in own]
-    return full, np.repeat(np.arange(len(keys), dtype=np.int32), [len(own) for own in names])
+    full = [
+        f"{key}.{name}"
+        for key, member_names in zip(keys, names, strict=True)
+        for name in member_names
+    ]
+    return full, np.repeat(
+        np.arange(len(keys), dtype=np.int32), [len(member_names) for member_names in names]
+    )
 
 
 def _from_npy(content: bytes) -> Int32Array:

@@ -199,7 +199,7 @@ class _Cutter:
             image = Image.fromarray(image)
         # the same filter, but Pillow may take the other axis first and round in between: few levels
         scale_x, scale_y = image.width / resized.width, image.height / resized.height
-        x0, y0 = -canvas.left, -canvas.top
+        x0, y0 = -canvas.x, -canvas.y
         x1, y1 = x0 + canvas.width, y0 + canvas.height
         source = (x0 * scale_x, y0 * scale_y, x1 * scale_x, y1 * scale_y)
         return np.array(image.resize(canvas[:2], FILTERS[self._filter], box=source))
@@ -207,8 +207,8 @@ class _Cutter:
 
 def _placed(pixels: Pixels, step: PlaceOn) -> Pixels:
     """The picture on its canvas; a view if it only loses pixels."""
-    x, y = max(step.left, 0), max(step.top, 0)
-    cut_x, cut_y = max(-step.left, 0), max(-step.top, 0)
+    x, y = max(step.x, 0), max(step.y, 0)
+    cut_x, cut_y = max(-step.x, 0), max(-step.y, 0)
     inside = pixels[cut_y : cut_y + step.height - y, cut_x : cut_x + step.width - x]
     if inside.shape[:2] == (step.height, step.width):
         return inside

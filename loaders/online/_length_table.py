@@ -52,11 +52,11 @@ class LengthTable:
             if may_write:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 # rows whose sources are lost go; the disk has room now, or a write would kill later
-                with file.open("ab" if is_found else "wb") as kept:
+                with file.open("ab" if is_found else "wb") as table_file:
                     if hasattr(os, "posix_fallocate"):  # not on macOS
-                        os.posix_fallocate(kept.fileno(), 0, rows.nbytes)
+                        os.posix_fallocate(table_file.fileno(), 0, rows.nbytes)
                     else:
-                        kept.truncate(rows.nbytes)
+                        table_file.truncate(rows.nbytes)
                 note_use(file)
                 remove_files(file.parent, LENGTHS, MAX_BYTES[LENGTHS], keep=file)
         except OSError as error:
@@ -78,13 +78,13 @@ class LengthTable:
                 warnings.warn(visible_line(why), stacklevel=2)
                 self._file = None
 
-    def keep_never_read(self, found: dict[str, NeverRead]) -> None:
+    def keep_never_read(self, never_read: dict[str, NeverRead]) -> None:
         """Keep what nothing reads in the measured samples, for runs that find their rows."""
         if self._file is None:
             return
         file = self._file.with_suffix(UNREAD_SUFFIX)
         try:
-            file.with_suffix(".new").write_text(json.dumps(found), "utf-8")
+            file.with_suffix(".new").write_text(json.dumps(never_read), "utf-8")
             file.with_suffix(".new").replace(file)
         except OSError:  # as of the rows, which say so
             self._file = None
@@ -123,10 +123,10 @@ class LengthTable:
 def _read_never_read(file: Path) -> dict[str, NeverRead]:
     """What an earlier run has kept; nothing if that is damaged."""
     try:
-        kept = json.loads(file.read_text("utf-8"))
+        saved = json.loads(file.read_text("utf-8"))
         return {
             source: {path: (number, str(example)) for path, (number, example) in keys.items()}
-            for source, keys in kept.items()
+            for source, keys in saved.items()
         }
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

@@ -99,9 +99,9 @@ class PackingConfig:
         check_types(self)
         for name in ("max_tokens", "max_vision", "window", "epochs"):
             value = getattr(self, name)
-            least = 0 if name == "max_vision" else 1
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            lowest = 0 if name == "max_vision" else 1
+            if value is not None and value < lowest:
+                raise ConfigError(f"{name} is {value}; it must be at least {lowest}")
         if self.answers == "all":
             raise ConfigError(
                 "answers='all' makes several samples of a record, and here each is one; use 'first'"

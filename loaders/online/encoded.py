@@ -64,19 +64,19 @@ class EncodedSample:
         return 2 * self.input_ids.nbytes + sum(array.nbytes for array in self.arrays.values())
 
 
-def checked(given: object, image_token_id: int) -> EncodedSample:
+def checked(result: object, image_token_id: int) -> EncodedSample:
     """What an `Encoded` has. ValueError or TypeError, in one line, if it is no sample."""
-    if not isinstance(given, Encoded):
-        raise TypeError(f"it gives a {type(given).__name__}; give loaders.Encoded(input_ids, ...)")
-    input_ids = _ids("input_ids", given.input_ids)
+    if not isinstance(result, Encoded):
+        raise TypeError(f"it gives a {type(result).__name__}; give loaders.Encoded(input_ids, ...)")
+    input_ids = _ids("input_ids", result.input_ids)
     labels = np.where(input_ids == image_token_id, LABEL_IGNORE, input_ids)
-    if given.labels is not None:
-        labels = _ids("labels", given.labels, LABEL_IGNORE)
+    if result.labels is not None:
+        labels = _ids("labels", result.labels, LABEL_IGNORE)
     if len(labels) != len(input_ids):
         raise ValueError(f"{len(labels)} labels for {len(input_ids)} input_ids; align them")
     labels[0] = LABEL_IGNORE
-    images, arrays = _media(given.media)
-    number = given.num_vision
+    images, arrays = _media(result.media)
+    number = result.num_vision
     if number is None:
         number = next((len(array) for array in arrays.values()), 0)
     elif images or isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -86,9 +86,9 @@ def checked(given: object, image_token_id: int) -> EncodedSample:
     )
 
 
-def _ids(name: str, given: Any, also: int = 0) -> NDArray[np.int32]:
+def _ids(name: str, tokens: Any, also: int = 0) -> NDArray[np.int32]:
     """Ids of tokens, or `also`."""
-    values = np.asarray(given)
+    values = np.asarray(tokens)
     if values.ndim != 1 or not values.size:
         raise ValueError(f"{name} has the shape {values.shape}; give (tokens,), at least one")
     if values.dtype.kind not in "iu":
@@ -99,15 +99,15 @@ def _ids(name: str, given: Any, also: int = 0) -> NDArray[np.int32]:
     return values.astype(np.int32)
 
 
-def _media(given: Any) -> tuple[list[Any], dict[str, Tensor]]:
+def _media(media: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """Images, or arrays by name."""
-    if isinstance(given, Mapping):
-        if wrong := sorted(OF_TEXT & given.keys()):
+    if isinstance(media, Mapping):
+        if wrong := sorted(OF_TEXT & media.keys()):
             raise ValueError(f"media has {wrong[0]}, which is of the text; leave it out")
-        arrays = {str(key): torch.as_tensor(each).detach().cpu() for key, each in given.items()}
+        arrays = {str(key): torch.as_tensor(value).detach().cpu() for key, value in media.items()}
         if wrong := [name for name, array in arrays.items() if not array.dim()]:
             raise ValueError(f"{wrong[0]} of media has no dimension 0 to join it along; add one")
         return [], arrays
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence | None):
-        raise TypeError(f"media is a {type(given).__name__}; give a list of images, or a dict")
-    return [str(image) if isinstance(image, Path) else image for image in given or ()], {}
+    if isinstance(media, str | bytes) or not isinstance(media, Sequence | None):
+        raise TypeError(f"media is a {type(media).__name__}; give a list of images, or a dict")
+    return [str(image) if isinstance(image, Path) else image for image in media or ()], {}

@@ -59,7 +59,7 @@ class LengthOptions:
     max_rejected: float
     """Largest share of unusable samples to accept."""
     seed: int
-    least: int
+    min_measured: int
     """Samples that are measured before that share is looked at."""
     packing: bool = True
     is_alone: bool = True
@@ -102,7 +102,7 @@ class SampleLengths:
         """Without `exchange` this rank measures all samples."""
         self._counter, self._measure = counter, measure
         self._table = table
-        self._exchange, self._options, self._least = exchange, options, options.least
+        self._exchange, self._options, self._min_measured = exchange, options, options.min_measured
         self._rank = 0 if exchange is None else exchange.rank
         self._lock = threading.Lock()
         self.explained: list[str] = []
@@ -140,14 +140,14 @@ class SampleLengths:
         DataError on all ranks if measuring fails on one, or too many samples cannot be used.
         """
         exchange = self._exchange
-        own = self._part(self._share(samples, self._rank), is_cancelled)
-        parts = [own]
+        part_here = self._part(self._share(samples, self._rank), is_cancelled)
+        parts = [part_here]
         if exchange is not None:
             key = f"{epoch}/{blake2b(samples.tobytes(), digest_size=12).hexdigest()}"
             try:
-                parts = exchange.all_gather(key, own, is_cancelled)
+                parts = exchange.all_gather(key, part_here, is_cancelled)
             except Cancelled:
-                _add_sources(self._new_never_read, own.never_read)
+                _add_sources(self._new_never_read, part_here.never_read)
                 raise
         if errors := [part.error for part in parts if part.error]:
             raise DataError(errors[0])
@@ -159,9 +159,9 @@ class SampleLengths:
         if any(part.never_read for part in parts):
             self._table.keep_never_read(self.never_read)
         self._tell_never_read()
-        told = set(map(id, own.rejected))
+        sent = set(map(id, part_here.rejected))
         with self._lock:
-            self._unsent = [each for each in self._unsent if id(each) not in told]
+            self._unsent = [sample for sample in self._unsent if id(sample) not in sent]
         self._check_rejected()
         return np.asarray(self._table.get(samples)[:, STATUS] == USABLE)
 
@@ -188,9 +188,9 @@ class SampleLengths:
         if self._options.max_vision is not None or not has_images.any():
             return limits
         before = self.explained
-        found = self.choose_limits(samples[has_images], as_before=limits.max_seq_len)
+        limits = self.choose_limits(samples[has_images], as_before=limits.max_seq_len)
         self.explained = [*before, "when the first images came:", *self.explained]
-        return found
+        return limits
 
     def choose_limits(self, samples: IntArray, as_before: int | None = None) -> Limits:
         """Caps, chosen by these samples as far as they are not given, here or by the options.
@@ -204,8 +204,8 @@ class SampleLengths:
             larger_tokens="max_tokens={}",
         )
         if options.max_tokens is not None and options.max_vision is not None:
-            most = model.context_len if options.packing else options.max_tokens
-            caps = min(options.max_tokens, most), options.max_vision
+            max_length = model.context_len if options.packing else options.max_tokens
+            caps = min(options.max_tokens, max_length), options.max_vision
             return Limits(
                 max_seq_len=caps[0],
                 max_vision=caps[1],
@@ -235,13 +235,13 @@ class SampleLengths:
         from isobatch.balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
 
         model = self._counter.model
-        most = min(options.max_tokens or model.context_len, model.context_len)
-        vision, fits = getattr(counts, f"num_{model.vision_unit}"), counts.seq_len <= most
+        max_length = min(options.max_tokens or model.context_len, model.context_len)
+        vision, fits = getattr(counts, f"num_{model.vision_unit}"), counts.seq_len <= max_length
         if options.max_vision is not None:
             fits &= vision <= options.max_vision
         if not fits.any():
             raise DataError(
-                f"all of the first {len(fits):,} samples are over {most:,} tokens or over "
+                f"all of the first {len(fits):,} samples are over {max_length:,} tokens or over "
                 "max_vision; give larger caps"
             )
         return choose_padded_limits(
@@ -257,25 +257,25 @@ class SampleLengths:
 
         One over a cap that was chosen by the first window is a group of its own.
         """
-        kept = np.ones(len(samples), np.bool_)
+        fits = np.ones(len(samples), np.bool_)
         for loads, reason, unit, cap in self._capped(samples):
             is_over = loads > cap
-            for row in np.flatnonzero(is_over & kept).tolist():
+            for row in np.flatnonzero(is_over & fits).tolist():
                 index = int(samples[row])
                 source = self.sources[int(self.source_numbers(samples[row]))]
                 name = self._ids.pop(index, f"{source}:{index}")
                 detail = f"{loads[row]} {unit}, cap {cap}"
                 self._note([RejectedSample(index, name, source, reason, detail)])
-            kept &= ~is_over
+            fits &= ~is_over
         self._check_rejected()
-        return samples[kept]
+        return samples[fits]
 
     def _capped(self, samples: IntArray) -> list[tuple[IntArray, str, str, int]]:
         """For each cap that is given: the samples' loads, the reason, the unit and the cap."""
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
         model, options = self._counter.model, self._options
-        most = min(model.context_len, options.max_tokens or model.context_len)
-        capped = [(counts.seq_len, "longer_than_max_seq_len", "tokens", most)]
+        max_length = min(model.context_len, options.max_tokens or model.context_len)
+        capped = [(counts.seq_len, "longer_than_max_seq_len", "tokens", max_length)]
         if options.max_vision is not None:
             unit = model.vision_unit
             loads = np.asarray(getattr(counts, f"num_{unit}"))
@@ -295,7 +295,7 @@ class SampleLengths:
         if self._exchange is None and self._options.is_alone:
             self._note(lost)
         elif self._exchange is None:  # still planned: other ranks cannot know it
-            self.rejected |= {each.index: each for each in lost}
+            self.rejected |= {sample.index: sample for sample in lost}
 
     def source_shares(self) -> dict[str, float]:
         """Share of each source in the usable samples that are measured."""
@@ -313,9 +313,9 @@ class SampleLengths:
         """Rows of samples, those measured that are not known yet; or why they cannot be."""
         # those over a cap that earlier runs have measured are counted again, for their ids
         is_unknown = self._table.get(samples)[:, STATUS] == UNKNOWN
-        is_unnamed = np.array([each not in self._ids for each in samples.tolist()], np.bool_)
+        is_unnamed = np.array([sample not in self._ids for sample in samples.tolist()], np.bool_)
         unknown = samples[is_unknown | (self._over(samples) & is_unnamed)]
-        told = inf if self.num_measured or self._rank else time.monotonic()
+        reported_s = inf if self.num_measured or self._rank else time.monotonic()
         try:
             for first in range(0, len(unknown), self._counter.chunk_records):
                 if is_cancelled():
@@ -332,8 +332,8 @@ class SampleLengths:
                 _add_sources(self._new_never_read, counted.never_read)
                 with self._lock:  # until all ranks have it, since this window may be given up
                     self._unsent += part.rejected
-                if time.monotonic() > told + TOLD_S:  # the first step waits for this
-                    done, told = first + len(chunk), time.monotonic()
+                if time.monotonic() > reported_s + TOLD_S:  # the first step waits for this
+                    done, reported_s = first + len(chunk), time.monotonic()
                     messages.print(f"{done:,} of the first {len(unknown):,} samples are measured")
         except Cancelled:
             raise
@@ -345,9 +345,9 @@ class SampleLengths:
         rows = self._table.get(samples)
         numbers, rows[:, SOURCE] = np.unique(rows[:, SOURCE], return_inverse=True)
         with self._lock:
-            names = [self.sources[each] for each in numbers if each < len(self.sources)]
+            names = [self.sources[number] for number in numbers if number < len(self.sources)]
             part = MeasuredPart(rows, names, [*self._unsent], rank=self._rank)
-            part.ids = {each: self._ids[each] for each in samples.tolist() if each in self._ids}
+            part.ids = {row: self._ids[row] for row in samples.tolist() if row in self._ids}
             part.never_read, self._new_never_read = self._new_never_read, {}
             return part
 
@@ -380,32 +380,34 @@ class SampleLengths:
     def _note(self, rejected: Sequence[RejectedSample]) -> None:
         if not rejected:
             return
-        indices = np.array([each.index for each in rejected], np.int64)
+        indices = np.array([sample.index for sample in rejected], np.int64)
         rows = self._table.get(indices)
         rows[:, STATUS] = REJECTED
         self._table.set(indices, rows)
-        self.rejected |= {each.index: each for each in rejected}
+        self.rejected |= {sample.index: sample for sample in rejected}
 
     def _check_rejected(self) -> None:
         """DataError if too many samples cannot be used; the same on all ranks."""
         rejected = [*self.rejected.values()]  # threads that read may add others
-        found = Counter(each.reason for each in rejected)
-        number = sum(count for reason, count in found.items() if reason not in BY_CHOICE)
-        most, measured = self._options.max_rejected, self.num_measured
-        if number > most * measured and measured >= min(self._least, len(self)):
-            listed = ", ".join(f"{count} {reason}" for reason, count in found.most_common(5))
-            most_common = next(each for each, _ in found.most_common() if each not in BY_CHOICE)
-            first = next(each for each in rejected if each.reason == most_common)
+        reasons = Counter(sample.reason for sample in rejected)
+        number = sum(count for reason, count in reasons.items() if reason not in BY_CHOICE)
+        max_share, measured = self._options.max_rejected, self.num_measured
+        if number > max_share * measured and measured >= min(self._min_measured, len(self)):
+            listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(5))
+            most_common = next(
+                reason for reason, _ in reasons.most_common() if reason not in BY_CHOICE
+            )
+            first = next(sample for sample in rejected if sample.reason == most_common)
             raise DataError(
                 f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
-                f"{most:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "
+                f"{max_share:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "
                 "Repair the data, or raise max_rejected"
             )
 
 
-def _add_sources(found: dict[str, NeverRead], more: dict[str, NeverRead]) -> None:
+def _add_sources(never_read: dict[str, NeverRead], more: dict[str, NeverRead]) -> None:
     for source, paths in more.items():
-        add_never_read(found.setdefault(source, {}), paths)
+        add_never_read(never_read.setdefault(source, {}), paths)
 
 
 def _part_of(counted: CountedRecords) -> MeasuredPart:

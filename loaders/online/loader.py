@@ -64,11 +64,11 @@ class BalancedLoader(StepStream):
     def __init__(
         self, dataset: Any, *, model: str | Path | None = None, **options: Unpack[PackingOptions]
     ) -> None:
-        own = {field.name for field in fields(PackingConfig)}
-        given: dict[str, Any] = {"model": model, **options}
-        given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
-        packing = {name: value for name, value in given.items() if name in own}
-        loading = {name: value for name, value in given.items() if name not in own}
+        packing_names = {field.name for field in fields(PackingConfig)}
+        values: dict[str, Any] = {"model": model, **options}
+        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+        packing = {name: value for name, value in values.items() if name in packing_names}
+        loading = {name: value for name, value in values.items() if name not in packing_names}
         try:
             config, self._packing = checked_options(loading, packing)
         except ConfigError as error:
@@ -108,7 +108,7 @@ class BalancedLoader(StepStream):
             max_vision=packing.max_vision,
             max_rejected=packing.max_rejected,
             seed=config.seed,
-            least=packing.window,
+            min_measured=packing.window,
             packing=packing.packing,
             is_alone=config.dp_world_size == 1,
             tells=is_leader,
@@ -173,8 +173,8 @@ class BalancedLoader(StepStream):
 
     def _window_identity(self) -> dict[str, int | str | None]:
         names = "measure", "window", "max_tokens", "max_vision", "packing"
-        own = {name: getattr(self._packing, name) for name in names}
-        return own | {"shuffle": self._config.shuffle}
+        values = {name: getattr(self._packing, name) for name in names}
+        return values | {"shuffle": self._config.shuffle}
 
     def __iter__(self) -> Iterator[StepBatches]:
         is_within = self.is_evaluation and self._position.num_taken and not self._resumes
@@ -253,7 +253,7 @@ class BalancedLoader(StepStream):
         return {
             "records": None if isinstance(self._records, StreamRecords) else len(self._lengths),
             "measured": self._lengths.num_measured,
-            "rejected": dict(Counter(each.reason for each in self.rejected)),
+            "rejected": dict(Counter(sample.reason for sample in self.rejected)),
             "never_read": {name: dict(keys) for name, keys in self._lengths.never_read.items()},
             "sources": self._lengths.source_shares(),
             "limits": None if limits is None else asdict(limits),
@@ -289,8 +289,8 @@ class BalancedLoader(StepStream):
             raise ConfigError("save_build is not there with measure='own'; leave that out")
         if self._is_leader:
             require_place(str(out), overwrite=overwrite)
-            kept = cast("RecordReader", self._reader).kept()
-            args = self._records, self._counter, kept, self._packing, self._config.seed
+            counted = cast("RecordReader", self._reader).in_memory()
+            args = self._records, self._counter, counted, self._packing, self._config.seed
             try:
                 save_build(str(out), *args)
             except OSError as error:

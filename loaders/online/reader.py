@@ -84,7 +84,7 @@ class RecordReader:
             for number in numbers - {number for number, _ in self._places.values()}:
                 self._held_bytes -= self._kept.pop(number).num_bytes
 
-    def kept(self) -> dict[int, tuple[CountedRecords, int]]:
+    def in_memory(self) -> dict[int, tuple[CountedRecords, int]]:
         """Samples in memory: where each is among those counted, and its row."""
         with self._lock:
             return {
@@ -157,7 +157,7 @@ class RecordReader:
                 usable.append((counted, rows[same & counted.usable[rows]]))
             if not counted.usable[rows].all():
                 wanted = set(counted.indices[rows].tolist())
-                lost += [each for each in counted.rejected if each.index in wanted]
+                lost += [sample for sample in counted.rejected if sample.index in wanted]
             lost += [self._changed(counted, row) for row in rows[~same & counted.usable[rows]]]
         return usable, lost
 
@@ -168,7 +168,7 @@ class RecordReader:
     def _changed(self, counted: CountedRecords, row: int) -> RejectedSample:
         planned = [self.lengths.column(name, counted.indices[row]) for name in COUNT_COLUMNS]
         pairs = zip(COUNT_COLUMNS, planned, counted.counts[row], strict=True)
-        name, was, now = next(each for each in pairs if each[1] != each[2])
+        name, was, now = next(pair for pair in pairs if pair[1] != pair[2])
         detail = (
             f"{name} is {now} and was {was} when it was measured: the dataset gives another record "
             "each time, or the lengths are another dataset's"
@@ -183,5 +183,5 @@ class RecordReader:
         if not self._may_lose:
             raise DataError(f"{named}; restore it, or use on_error='skip'")
         warnings.warn(visible_line(f"left out: {named}"), stacklevel=2)
-        self._lost |= {each.index for each in lost}
+        self._lost |= {sample.index for sample in lost}
         self.lengths.lose(lost)

@@ -28,19 +28,19 @@ _LISTS = ("spare", "carried", "owners", "taken")
 """Keys of a state's stream that are counts, or lists of groups' or ranks' numbers."""
 
 
-def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """`state` in the form of this version, if a loader with the state `own` can resume from it.
+def checked_state(state: Any, expected: dict[str, Any]) -> dict[str, Any]:
+    """`state` in the form of this version, if a loader of the state `expected` can resume from it.
 
     ConfigError if it cannot: other builds, order or seed, the middle of an epoch of version 0.1, or
     no state at all.
     """
     if not (isinstance(state, dict) and isinstance(state.get("stream", {}), dict)):
         raise ConfigError(f"state is {state!r:.200}; give what `state_dict()` returned")
-    updated = _updated(state, own)
-    is_before = _is_of_earlier_order(updated, own)
+    updated = _updated(state, expected)
+    is_before = _is_of_earlier_order(updated, expected)
     if is_before:
-        updated = {**updated, "order": own["order"]}
-    _check_state(updated, own)
+        updated = {**updated, "order": expected["order"]}
+    _check_state(updated, expected)
     if is_before and updated["stream"].get("given", updated["stream"].get("consumed")):
         warnings.warn(
             "the state is of an earlier version, whose order may be another one: what is left of"
@@ -50,12 +50,12 @@ def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
     return updated
 
 
-def _is_of_earlier_order(state: dict[str, Any], own: dict[str, Any]) -> bool:
+def _is_of_earlier_order(state: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Whether a state of the same form is of the order that this one has replaced."""
-    return (state.get("order"), own["order"]) in _EARLIER_ORDERS
+    return (state.get("order"), expected["order"]) in _EARLIER_ORDERS
 
 
-def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _updated(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     """A state of the previous version as one of this; ConfigError if it is within an epoch."""
     stream = state.get("stream")
     if not isinstance(stream, dict) or state.get("version") != STATE_VERSION - 1:
@@ -68,21 +68,25 @@ def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
             "(`set_epoch`)"
         )
     begun = {"consumed": 0, "spare": []}
-    return {**state, "version": STATE_VERSION, "order": own["order"], "stream": begun}
+    return {**state, "version": STATE_VERSION, "order": expected["order"], "stream": begun}
 
 
-def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """ConfigError unless a loader with the state `own` can resume from `state`."""
-    if ("dataset" in state) != ("dataset" in own):
+def _check_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """ConfigError unless a loader with the state `expected` can resume from `state`."""
+    if ("dataset" in state) != ("dataset" in expected):
         kinds = "BalancedLoader", "StreamingLoader"
         its, mine = kinds if "dataset" in state else kinds[::-1]
         raise ConfigError(f"state is of a {its}, and this is a {mine}; give it to one of its kind")
-    given, state, own = sorted(state), {"samples": None, **state}, {"samples": None, **own}
+    keys, state, expected = sorted(state), {"samples": None, **state}, {"samples": None, **expected}
     for key, reason in _REFUSALS.items():
-        if key in state and state[key] != own[key]:
-            raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
-    if set(state) != set(own):
-        raise ConfigError(f"state has the keys {given}; a state of this loader has {sorted(own)}")
+        if key in state and state[key] != expected[key]:
+            raise ConfigError(
+                f"state has {key} {state[key]!r}, this loader {expected[key]!r}: {reason}"
+            )
+    if set(state) != set(expected):
+        raise ConfigError(
+            f"state has the keys {keys}; a state of this loader has {sorted(expected)}"
+        )
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")
     for key, value in (state["stream"] or {}).items():

@@ -51,8 +51,8 @@ class SampleRefs:
         starts = np.flatnonzero((np.diff(builds) != 0) | (np.diff(groups) != 0)) + 1
         firsts, slices = [0, *starts.tolist()], np.split(places, starts)
         return tuple(
-            GroupSlice(int(builds[first]), int(groups[first]), tuple(each.tolist()))
-            for first, each in zip(firsts, slices, strict=True)
+            GroupSlice(int(builds[first]), int(groups[first]), tuple(positions.tolist()))
+            for first, positions in zip(firsts, slices, strict=True)
         )
 
     def select_batches(self, batches: Groups) -> tuple[Selection, ...]:

@@ -65,7 +65,7 @@ def print_report(report: Report, console: Console) -> None:
     if report.num_sources > 1:
         _print_table(source_table(report), console, "source")
         console.print(f"[dim]{SOURCE_CAPTION}[/]")
-    if unread := never_read_line(report.never_read, most=None):
+    if unread := never_read_line(report.never_read, max_paths=None):
         _print(console, f"[yellow]note:[/] {foreign(unread)}")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {foreign(note)}")

@@ -20,7 +20,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from isobatch.models.image_tokens import plan_image
 from isobatch.models.presets import load_model
-from isobatch.models.video_rules._number_words import number_words
+from isobatch.models.video_rules.frames import number_words
 from isobatch.models.video_tokens import VideoFacts, plan_video
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.inspect.html import render_group

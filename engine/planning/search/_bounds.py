@@ -34,11 +34,11 @@ class LayerSums(NamedTuple):
     """Send of the output if the partition cuts here; 0 at both ends."""
     send_back: IntArray
     """Send of the gradient."""
-    least_before: IntArray
+    min_before: IntArray
     """Shortest send of an output at any cut before; 0 if there is none."""
-    least_back_before: IntArray
+    min_back_before: IntArray
     """Shortest send of a gradient at any cut before."""
-    least_after: IntArray
+    min_after: IntArray
     """Shortest send of both together at any cut after."""
     sends_grad: BoolArray
     """(layers + 1,): whether a gradient crosses the cut."""
@@ -65,9 +65,9 @@ def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
         backward=input_grad if is_apart else input_grad + weight_grad,
         send=send,
         send_back=back,
-        least_before=_least(send),
-        least_back_before=_least(back),
-        least_after=_least((send + back)[::-1])[::-1].copy(),
+        min_before=_min_before(send),
+        min_back_before=_min_before(back),
+        min_after=_min_before((send + back)[::-1])[::-1].copy(),
         sends_grad=sends_grad,
         last=costs.weight_grad_ns[0] * is_apart,
     )
@@ -80,8 +80,8 @@ def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
     Entries with b <= a mean nothing.
     """
     order = operations(schedule)
-    own = order.stages == stage
-    kinds, numbers = order.kinds[own], order.micro_batches[own]
+    is_stage = order.stages == stage
+    kinds, numbers = order.kinds[is_stage], order.micro_batches[is_stage]
     turn = int(np.argmax(np.isin(kinds, (BACKWARD, INPUT_GRAD))))
     returning = numbers[turn]
     early = sums.forward[:, numbers[:turn]].sum(axis=1)
@@ -90,15 +90,15 @@ def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
     back = sums.backward.min(axis=1) * (sums.sends_grad & (not _is_apart(schedule)))
     # the shortest way to the stage, its work, and the way back
     bounds = (sums.forward.min(axis=1) - work + back)[:, np.newaxis] + work
-    # the way of the first micro-batch that returns, what the stage has left then, and the way back
+    # the way of the first micro-batch that returns, what then remains for the stage, the way back
     way = sums.forward[:, returning] + sums.sends_grad * (
         sums.forward[-1, returning]
         - sums.forward[:, returning]
         + sums.backward[-1, returning]
         - sums.backward[:, returning]
     )
-    left = work - early
-    return np.asarray(np.maximum(bounds, (back - left)[:, np.newaxis] + (way + left)))
+    remaining = work - early
+    return np.asarray(np.maximum(bounds, (back - remaining)[:, np.newaxis] + (way + remaining)))
 
 
 def _is_apart(schedule: Schedule) -> bool:
@@ -106,11 +106,11 @@ def _is_apart(schedule: Schedule) -> bool:
     return bool((schedule.kinds == PassKind.INPUT_GRAD).any())
 
 
-def _least(sends: IntArray) -> IntArray:
+def _min_before(sends: IntArray) -> IntArray:
     """Least send of the cuts before each cut, without both ends; 0 where there is none."""
-    least = np.zeros_like(sends)
-    least[2:-1] = np.minimum.accumulate(sends[1:-2], axis=0)
-    return least
+    shortest = np.zeros_like(sends)
+    shortest[2:-1] = np.minimum.accumulate(sends[1:-2], axis=0)
+    return shortest
 
 
 @lru_cache(maxsize=64)
@@ -166,8 +166,9 @@ def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore
                 forward[stage, number] = sums.forward[end, number] - sums.forward[start, number]
                 both = sums.input_grad[end, number] - sums.input_grad[start, number]
                 input_grad[stage, number] = both + extra_ns[choice, number]
-                own = sums.weight_grad[end, number] - sums.weight_grad[start, number]
-                weight_grad[stage, number] = own
+                weight_grad[stage, number] = (
+                    sums.weight_grad[end, number] - sums.weight_grad[start, number]
+                )
         # times outside, then the step
         _outside(sums, (first, num_stages), cuts, ready[0], turn, tail)
         ready_back[:], now[:], free[:] = 0, 0, 0
@@ -188,16 +189,16 @@ def _outside(sums, span, cuts, head, turn, tail):  # type: ignore[no-untyped-def
         head[number], turn[number], tail[number] = 0, 0, 0
         if before >= 0:
             head[number] = sums.forward[start, number] + sums.send[start, number]
-            head[number] += before * sums.least_before[start, number]
+            head[number] += before * sums.min_before[start, number]
         if after >= 0 and sums.sends_grad[end]:
             turn[number] = sums.forward[-1, number] - sums.forward[end, number]
             turn[number] += sums.backward[-1, number] - sums.backward[end, number]
             turn[number] += sums.send[end, number] + sums.send_back[end, number]
-            turn[number] += after * sums.least_after[end, number]
+            turn[number] += after * sums.min_after[end, number]
         if before >= 0 and sums.sends_grad[start]:
             tail[number] = sums.backward[start, number] + sums.last[number]
             tail[number] += sums.send_back[start, number]
-            tail[number] += before * sums.least_back_before[start, number]
+            tail[number] += before * sums.min_back_before[start, number]
 
 
 @numba.njit(cache=True)

@@ -38,14 +38,14 @@ def every_stage(evaluator: PartitionEvaluator, limit_ns: int) -> list[Windows]:
         starts = (places >= stage) if stage else (places == 0)
         ends = (places <= num_layers - after) if after else (places == num_layers)
         bounds = range_bounds(evaluator.sums, evaluator.schedule, stage)
-        left, right = np.nonzero(fits & (bounds < limit_ns) & starts[:, np.newaxis] & ends)
+        begin, end = np.nonzero(fits & (bounds < limit_ns) & starts[:, np.newaxis] & ends)
         chain.append(
             Windows(
-                borders=np.stack([left, right], axis=1),
-                choices=np.zeros((len(left), 1), np.int64),
-                bound_ns=bounds[left, right],
-                left=left,
-                right=right,
+                borders=np.stack([begin, end], axis=1),
+                choices=np.zeros((len(begin), 1), np.int64),
+                bound_ns=bounds[begin, end],
+                head=begin,
+                tail=end,
             )
         )
     return chain
@@ -69,17 +69,26 @@ class StageChoices:
         `bounds`: as `chain_bounds`; those of least bound are tried first.
         """
         nothing = np.zeros(self.evaluator.costs.num_layers, np.bool_)
-        most, least = (self._peaks(chain, mask) for mask in (nothing, self.evaluator.frees))
+        max_peaks, min_peaks = (
+            self._peaks(chain, mask) for mask in (nothing, self.evaluator.frees)
+        )
         memory = self.evaluator.memory_bytes
         # stages that fit without recomputation
-        indices = [[np.flatnonzero(needs <= memory)] for needs in most]
-        numbers = [[np.zeros(len(own), np.int64)] for (own,) in indices]
+        indices = [[np.flatnonzero(needs <= memory)] for needs in max_peaks]
+        numbers = [[np.zeros(len(rows), np.int64)] for (rows,) in indices]
         # stages that fit with some of it
         tight = [
-            np.flatnonzero((a > memory) & (b <= memory)) for a, b in zip(most, least, strict=True)
+            np.flatnonzero((a > memory) & (b <= memory))
+            for a, b in zip(max_peaks, min_peaks, strict=True)
         ]
-        extra, left_out = [self.extra_ns], NEVER
-        for bound, rank, index in _by_bound(bounds, tight):
+        extra = [self.extra_ns]
+        left_out = NEVER
+        by_bound = sorted(
+            (int(bounds[rank][index]), rank, int(index))
+            for rank, windows in enumerate(tight)
+            for index in windows
+        )
+        for bound, rank, index in by_bound:
             if limits.is_over():
                 left_out = min(left_out, bound)
                 break
@@ -93,8 +102,8 @@ class StageChoices:
             extra.append(times)
         self.extra_ns = np.concatenate(extra)
         expanded = [
-            replace(one.take(np.concatenate(own)), choices=np.concatenate(chosen)[:, np.newaxis])
-            for one, own, chosen in zip(chain, indices, numbers, strict=True)
+            replace(one.take(np.concatenate(rows)), choices=np.concatenate(chosen)[:, np.newaxis])
+            for one, rows, chosen in zip(chain, indices, numbers, strict=True)
         ]
         return left_out, expanded
 
@@ -132,23 +141,13 @@ class StageChoices:
 
     def _of_ranks(self, borders: IntArray) -> tuple[BoolArray, bool]:
         """Combinations of the ranks' choices, (combinations, layers), and whether these are all."""
-        own = [
+        choices = [
             self.evaluator.choices(rank, *self.evaluator.stages_of(borders, rank))
             for rank in range(self.evaluator.schedule.num_ranks)
         ]
-        count = math.prod(len(masks) for masks, _ in own)
-        some = itertools.islice(itertools.product(*(masks for masks, _ in own)), MOST_COMBINED)
+        count = math.prod(len(masks) for masks, _ in choices)
+        some = itertools.islice(itertools.product(*(masks for masks, _ in choices)), MOST_COMBINED)
         masks = np.zeros((min(count, MOST_COMBINED), self.evaluator.costs.num_layers), np.bool_)
         for row, combination in enumerate(some):
             masks[row] = np.logical_or.reduce(combination)
-        return masks, count <= MOST_COMBINED and all(is_all for _, is_all in own)
-
-
-def _by_bound(bounds: list[IntArray], tight: list[IntArray]) -> list[tuple[int, int, int]]:
-    """(bound, rank, window) of these windows of each rank, by bound."""
-    every = [
-        (int(bounds[rank][index]), rank, int(index))
-        for rank, own in enumerate(tight)
-        for index in own
-    ]
-    return sorted(every)
+        return masks, count <= MOST_COMBINED and all(is_all for _, is_all in choices)

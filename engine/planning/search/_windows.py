@@ -24,9 +24,9 @@ class Windows:
     """(windows, width): number of each stage's choice of recomputed layers."""
     bound_ns: IntArray
     """(windows,): lower bound of a step's time."""
-    left: IntArray
+    head: IntArray
     """(windows,): number of the part shared with the previous window in a chain."""
-    right: IntArray
+    tail: IntArray
     """(windows,): number of the part shared with the next window."""
 
     def __len__(self) -> int:
@@ -39,8 +39,8 @@ class Windows:
 
 def chain_bounds(chain: list[Windows]) -> list[IntArray]:
     """Bound of the best chain through each window, by first stage; NEVER if there is no chain."""
-    ahead = _best_before([(one.bound_ns, one.left, one.right) for one in chain])
-    back = _best_before([(one.bound_ns, one.right, one.left) for one in reversed(chain)])
+    ahead = _best_before([(one.bound_ns, one.head, one.tail) for one in chain])
+    back = _best_before([(one.bound_ns, one.tail, one.head) for one in reversed(chain)])
     return [np.maximum(a, b) for a, b in zip(ahead, reversed(back), strict=True)]
 
 
@@ -48,9 +48,9 @@ def _best_before(chain: list[tuple[IntArray, IntArray, IntArray]]) -> list[IntAr
     """Bounds of the best chains that end with each window; windows as (bounds, before, after)."""
     best = [chain[0][0]]
     for (_, _, after), (bounds, before, _) in pairwise(chain):
-        least = np.full(max(after.max(initial=-1), before.max(initial=-1)) + 1, NEVER)
-        np.minimum.at(least, after, best[-1])
-        best.append(np.maximum(bounds, least[before]))
+        joint = np.full(max(after.max(initial=-1), before.max(initial=-1)) + 1, NEVER)
+        np.minimum.at(joint, after, best[-1])
+        best.append(np.maximum(bounds, joint[before]))
     return best
 
 
@@ -59,7 +59,7 @@ def best_chain(chain: list[Windows], bounds: list[IntArray]) -> tuple[IntArray, 
     at = int(bounds[0].argmin())
     borders, choices = chain[0].borders[at], chain[0].choices[at]
     for one, after, limits in zip(chain, chain[1:], bounds[1:], strict=False):
-        at = int(np.where(after.left == one.right[at], limits, NEVER).argmin())
+        at = int(np.where(after.head == one.tail[at], limits, NEVER).argmin())
         borders = np.append(borders, after.borders[at, -1])
         choices = np.append(choices, after.choices[at, -1])
     return borders, choices
@@ -68,17 +68,19 @@ def best_chain(chain: list[Windows], bounds: list[IntArray]) -> tuple[IntArray, 
 def prune(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> list[Windows]:
     """The windows of chains with a bound below `limit_ns`."""
     pairs = zip(chain, bounds, strict=True)
-    return [one.take(np.flatnonzero(own < limit_ns)) for one, own in pairs]
+    return [one.take(np.flatnonzero(bound_ns < limit_ns)) for one, bound_ns in pairs]
 
 
 def count_joined(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> int:
     """Number of windows that `join` makes of those of chains with a bound below `limit_ns`."""
     total = 0
     pairs = zip(chain, bounds, strict=True)
-    kept = [(one.left[own < limit_ns], one.right[own < limit_ns]) for one, own in pairs]
-    for (_, right), (left, _) in pairwise(kept):
-        size = max(right.max(initial=-1), left.max(initial=-1)) + 1
-        total += int(np.dot(*(np.bincount(shared, minlength=size) for shared in (right, left))))
+    selected = [
+        (one.head[bound_ns < limit_ns], one.tail[bound_ns < limit_ns]) for one, bound_ns in pairs
+    ]
+    for (_, tails), (heads, _) in pairwise(selected):
+        size = max(tails.max(initial=-1), heads.max(initial=-1)) + 1
+        total += int(np.dot(*(np.bincount(shared, minlength=size) for shared in (tails, heads))))
     return total
 
 
@@ -86,22 +88,22 @@ def join(chain: list[Windows]) -> list[Windows]:
     """Windows of one stage more, with the bound of the slower half."""
     joined = []
     for one, after in pairwise(chain):
-        # partners of each window: those that share its right part, sorted by that part
-        order = np.argsort(after.left, kind="stable")
-        keys = after.left[order]
-        first = np.searchsorted(keys, one.right)
-        counts = np.searchsorted(keys, one.right, side="right") - first
-        left = np.repeat(np.arange(len(one)), counts)
+        # partners of each window: those that share its tail, sorted by that part
+        order = np.argsort(after.head, kind="stable")
+        keys = after.head[order]
+        first = np.searchsorted(keys, one.tail)
+        counts = np.searchsorted(keys, one.tail, side="right") - first
+        lower = np.repeat(np.arange(len(one)), counts)
         # the n-th partner of each window
-        nth = np.arange(len(left)) - np.repeat(np.cumsum(counts) - counts, counts)
-        right = order[nth + np.repeat(first, counts)]
+        nth = np.arange(len(lower)) - np.repeat(np.cumsum(counts) - counts, counts)
+        upper = order[nth + np.repeat(first, counts)]
         joined.append(
             Windows(
-                borders=np.concatenate([one.borders[left], after.borders[right, -1:]], axis=1),
-                choices=np.concatenate([one.choices[left], after.choices[right, -1:]], axis=1),
-                bound_ns=np.maximum(one.bound_ns[left], after.bound_ns[right]),
-                left=left,
-                right=right,
+                borders=np.concatenate([one.borders[lower], after.borders[upper, -1:]], axis=1),
+                choices=np.concatenate([one.choices[lower], after.choices[upper, -1:]], axis=1),
+                bound_ns=np.maximum(one.bound_ns[lower], after.bound_ns[upper]),
+                head=lower,
+                tail=upper,
             )
         )
     return joined

@@ -51,9 +51,9 @@ SHARE = 3
 STARTS = 3
 """Anchors from which the local search starts."""
 DESCENT_SHARE = 0.25
-"""Of the time that is left, what one local search may take."""
+"""Share of the remaining time that one local search may take."""
 CHOICES_SHARE = 0.5
-"""Of the time that is left, what finding the stages' choices of recomputed layers may take."""
+"""Share of the remaining time for finding the stages' choices of recomputed layers."""
 MOST_WHOLE = 300
 """Partitions that are tried at the end with several stages per rank: 1 to 100 ms each."""
 UNFINISHED = "; the search did not try every partition, so one may fit: give it more time"
@@ -145,19 +145,21 @@ class _Search:
             peaks = self.evaluator.least_peaks(np.stack(partitions))
             smallest = partitions[int(peaks.argmin())]
             self.smallest, _ = improve_partition(self.evaluator.least_peaks, smallest)
-            partitions, steps = [self.smallest], self.evaluator.steps(self.smallest[np.newaxis])
+            partitions = [self.smallest]
+            steps = self.evaluator.steps(self.smallest[np.newaxis])
         order = np.argsort(steps, kind="stable")[:STARTS].tolist()
         for row in order:
             if steps[row] < NEVER:
                 self.offer(partitions[row], int(steps[row]))
-                chunk, limits = self.evaluator.chunk, self.limits.part(DESCENT_SHARE)
+                chunk = self.evaluator.chunk
+                limits = self.limits.part(DESCENT_SHARE)
                 begun = self.evaluator.steps, partitions[row]
                 self.offer(*improve_partition(*begun, chunk=chunk, limits=limits))
 
     def offer(self, borders: IntArray, step_ns: int, recompute: BoolArray | None = None) -> None:
         """Keep a partition if it is the best."""
         if step_ns < self.step_ns:
-            recompute = self.evaluator.least(borders) if recompute is None else recompute
+            recompute = self.evaluator.choose(borders) if recompute is None else recompute
             assert recompute is not None
             self.best, self.step_ns = (borders, recompute), step_ns
 
@@ -196,20 +198,21 @@ class _Search:
 
     def tell(self, chain: list[Windows], bound_ns: int) -> None:
         """Report where the search is."""
-        least = min(self.step_ns, self.dropped_ns, bound_ns)
+        lower_bound = min(self.step_ns, self.dropped_ns, bound_ns)
         self.limits.report(
             SearchProgress(
                 width=chain[0].choices.shape[1],
                 num_stages=self.evaluator.schedule.num_stages,
                 step_ns=None if self.best is None else self.step_ns,
-                gap=(self.step_ns - least) / max(self.step_ns, 1),
+                gap=(self.step_ns - lower_bound) / max(self.step_ns, 1),
             )
         )
 
     def bounded(self, chain: list[Windows]) -> list[Windows]:
         """The windows with their own bounds; what time does not suffice for keeps what it has."""
         schedule, sums = self.evaluator.schedule, self.evaluator.sums
-        extra_ns, made = self.choices.extra_ns, []
+        extra_ns = self.choices.extra_ns
+        chains = []
         actions = len(schedule.kinds) // schedule.num_stages * chain[0].choices.shape[1]
         chunk = max(1, CHUNK_ACTIONS // actions)
         for first, one in enumerate(chain):
@@ -217,13 +220,13 @@ class _Search:
             for begin in range(0, len(one), chunk):
                 if self.limits.is_over():
                     break
-                own = slice(begin, begin + chunk)
-                borders, choices = one.borders[own], one.choices[own]
+                part = slice(begin, begin + chunk)
+                borders, choices = one.borders[part], one.choices[part]
                 steps = window_steps(schedule, sums, first, borders, choices, extra_ns)
-                bounds[own] = np.maximum(bounds[own], steps)
+                bounds[part] = np.maximum(bounds[part], steps)
                 self.windows += len(steps)
-            made.append(replace(one, bound_ns=bounds))
-        return made
+            chains.append(replace(one, bound_ns=bounds))
+        return chains
 
     def affordable(
         self, chain: list[Windows], count: Callable[[list[Windows], list[IntArray], int], int]
@@ -232,15 +235,15 @@ class _Search:
 
         `count`: number of simulated windows if those of chains with a bound below a limit remain.
         """
-        most = max(0, self.limits.most_windows - self.windows) // SHARE
+        max_windows = max(0, self.limits.most_windows - self.windows) // SHARE
         bounds = chain_bounds(chain)
-        if count(chain, bounds, NEVER) <= most:
+        if count(chain, bounds, NEVER) <= max_windows:
             return prune(chain, bounds, NEVER)
         limits = np.unique(np.concatenate(bounds))
         low, high = 0, len(limits) - 1
         while low < high:  # the highest limit that is affordable; the least one leaves nothing
             middle = (low + high + 1) // 2
-            if count(chain, bounds, int(limits[middle])) <= most:
+            if count(chain, bounds, int(limits[middle])) <= max_windows:
                 low = middle
             else:
                 high = middle - 1
@@ -272,4 +275,4 @@ class _Search:
 
 def _count(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> int:
     """Number of windows of chains with a bound below `limit_ns`."""
-    return sum(int((own < limit_ns).sum()) for own in bounds)
+    return sum(int((bound_ns < limit_ns).sum()) for bound_ns in bounds)

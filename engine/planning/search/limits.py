@@ -23,13 +23,9 @@ class SearchProgress:
     """Neighbouring stages whose bounds are known, of `num_stages`."""
     num_stages: int
     step_ns: int | None
-    """Of the best partition so far; None if none was found that fits."""
+    """Step of the best partition so far; None if none was found that fits."""
     gap: float
     """Share of that time by which another one could be faster."""
-
-
-def _say_nothing(progress: SearchProgress) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +34,10 @@ class SearchLimits:
 
     most_windows: int = MOST_WINDOWS
     deadline_s: float = math.inf
-    """By `clock`."""
+    """End of the search by `clock`."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
-    report: Callable[[SearchProgress], None] = _say_nothing
+    report: Callable[[SearchProgress], None] = lambda _: None
     """Called now and then."""
 
     def is_over(self) -> bool:
@@ -57,4 +53,4 @@ class SearchLimits:
 
 
 UNLIMITED = SearchLimits()
-"""By time; windows are always counted."""
+"""No limit of time; windows are always counted."""

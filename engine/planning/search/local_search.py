@@ -38,31 +38,32 @@ class PartitionEvaluator(RecomputeChooser):
 
         NEVER also where a stage alone says that the step is not below `limit_ns`.
         """
-        extra, num_rows = [np.zeros((1, self.costs.num_micro_batches), np.int64)], 1
+        extra = [np.zeros((1, self.costs.num_micro_batches), np.int64)]
+        num_rows = 1
         rows = np.zeros((len(partitions), self.schedule.num_stages), np.int64)
         fits = np.ones(len(partitions), np.bool_)
         # row 0: nothing is recomputed
         for rank, indices, starts, ends in self._distinct(partitions):
-            own = self.least_of_rank(rank, starts, ends)
-            if own is None or self._bound(rank, starts, ends, own) >= limit_ns:
+            recompute = self.choose_for_rank(rank, starts, ends)
+            if recompute is None or self._bound(rank, starts, ends, recompute) >= limit_ns:
                 fits[indices] = False
-            elif own.any():
-                made = self._extra_ns(starts, ends, own)
+            elif recompute.any():
+                stage_ns = self._extra_ns(starts, ends, recompute)
                 stages = np.arange(rank, rows.shape[1], self.schedule.num_ranks)
-                rows[np.ix_(indices, stages)] = num_rows + np.arange(len(made))
-                extra.append(made)
-                num_rows += len(made)
+                rows[np.ix_(indices, stages)] = num_rows + np.arange(len(stage_ns))
+                extra.append(stage_ns)
+                num_rows += len(stage_ns)
         steps = np.full(len(partitions), NEVER)
         steps[fits] = window_steps(
             self.schedule, self.sums, 0, partitions[fits], rows[fits], np.concatenate(extra)
         )
         return steps
 
-    def _bound(self, rank: int, starts: IntArray, ends: IntArray, own: BoolArray) -> int:
+    def _bound(self, rank: int, starts: IntArray, ends: IntArray, recompute: BoolArray) -> int:
         """Least time of a step in which a rank has these stages and recomputes these layers."""
         key = rank, *starts.tolist(), *ends.tolist()
         if key not in self._bounds:
-            extra_ns = self._extra_ns(starts, ends, own)
+            extra_ns = self._extra_ns(starts, ends, recompute)
             steps = [
                 window_steps(
                     self.schedule,
@@ -77,9 +78,9 @@ class PartitionEvaluator(RecomputeChooser):
             self._bounds[key] = int(np.max(steps))
         return self._bounds[key]
 
-    def _extra_ns(self, starts: IntArray, ends: IntArray, own: BoolArray) -> IntArray:
+    def _extra_ns(self, starts: IntArray, ends: IntArray, recompute: BoolArray) -> IntArray:
         """Recomputation in the backward passes of these stages, (stages, micro_batches)."""
-        times = self.costs.recompute_ns * own[:, np.newaxis]
+        times = self.costs.recompute_ns * recompute[:, np.newaxis]
         return np.stack([times[a:b].sum(axis=0) for a, b in zip(starts, ends, strict=True)])
 
     def _distinct(self, partitions: IntArray) -> Iterator[tuple[int, IntArray, IntArray, IntArray]]:
@@ -91,11 +92,11 @@ class PartitionEvaluator(RecomputeChooser):
                 codes = codes * (self.costs.num_layers + 1) + column
                 _, codes = np.unique(codes, return_inverse=True)
             order = np.argsort(codes, kind="stable")
-            for own in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
-                if not len(own):
+            for equal in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
+                if not len(equal):
                     return  # there are no partitions
-                first, last = (np.ascontiguousarray(each[:, own[0]]) for each in (starts, ends))
-                yield rank, own, first, last
+                first, last = (np.ascontiguousarray(table[:, equal[0]]) for table in (starts, ends))
+                yield rank, equal, first, last
 
     def times(self, partitions: IntArray, masks: Sequence[BoolArray]) -> IntArray:
         """Step times of `partitions` where layers are recomputed by the mask of each."""
@@ -137,17 +138,17 @@ def improve_partition(
     right: `steps` or `least_peaks`. Of `chunk` neighbours at a time the best is taken; when the
     time is up, the best so far.
     """
-    least, first, unchanged = int(value(borders[np.newaxis], NEVER)[0]), 0, 0
+    best, first, unchanged = int(value(borders[np.newaxis], NEVER)[0]), 0, 0
     near = neighbours(borders)
     while unchanged < len(near) and not limits.is_over():
         # the next ones, in a circle
         some = near[(first + np.arange(min(chunk, len(near)))) % len(near)]
-        values = value(some, least)
+        values = value(some, best)
         first, unchanged = (first + len(some)) % len(near), unchanged + len(some)
-        if values.min() < least:
-            borders, least, unchanged = some[int(values.argmin())], int(values.min()), 0
+        if values.min() < best:
+            borders, best, unchanged = some[int(values.argmin())], int(values.min()), 0
             near = neighbours(borders)
-    return borders, least
+    return borders, best
 
 
 def neighbours(borders: IntArray) -> IntArray:

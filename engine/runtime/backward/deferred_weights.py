@@ -28,49 +28,50 @@ class _Product:
     weight: Tensor
     bias: Tensor | None
     options: Mapping[str, Any]
-    """Of a convolution: stride, padding, dilation, groups."""
-    given: Tensor | None = None
+    """Stride, padding, dilation and groups of a convolution."""
+    inputs: Tensor | None = None
     gradient: Tensor | None = None
     """That of the output; both are known after the backward pass."""
 
-    def forward(self, given: Tensor) -> Tensor:
-        return self.call(given, self.weight, self.bias, **self.options)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.call(inputs, self.weight, self.bias, **self.options)
 
     def input_gradient(self, gradient: Tensor, shape: torch.Size) -> Tensor:
         if not self.options:
             return gradient @ self.weight
-        given = gradient.new_empty(1).expand(shape)  # its values do not matter
-        return self._convolution_backward(gradient, given, of_input=True)
+        inputs = gradient.new_empty(1).expand(shape)  # its values do not matter
+        return self._convolution_backward(gradient, inputs, of_input=True)
 
     def add_weight_gradients(self) -> None:
         """Add them through autograd, so that hooks on weights see them."""
-        given, gradient = self.given, self.gradient
-        assert given is not None
+        inputs, gradient = self.inputs, self.gradient
+        assert inputs is not None
         assert gradient is not None
-        weights, made = [self.weight], []
+        weights, gradients = [self.weight], []
         with torch.no_grad():
-            made.append(self._weight_gradient(gradient, given))
+            if self.options:
+                weight_gradient = self._convolution_backward(gradient, inputs, of_input=False)
+            else:
+                rows = inputs.reshape(-1, inputs.shape[-1])
+                weight_gradient = gradient.reshape(-1, gradient.shape[-1]).t() @ rows
+            gradients.append(weight_gradient)
             if self.bias is not None and self.bias.requires_grad:
                 channels = 1 if self.options else gradient.dim() - 1
                 others = [dim for dim in range(gradient.dim()) if dim != channels]
                 weights.append(self.bias)
-                made.append(gradient.sum(others) if others else gradient)
-        torch.autograd.backward(weights, made)
+                gradients.append(gradient.sum(others) if others else gradient)
+        torch.autograd.backward(weights, gradients)
 
-    def _weight_gradient(self, gradient: Tensor, given: Tensor) -> Tensor:
-        if not self.options:
-            return gradient.reshape(-1, gradient.shape[-1]).t() @ given.reshape(-1, given.shape[-1])
-        return self._convolution_backward(gradient, given, of_input=False)
-
-    def _convolution_backward(self, gradient: Tensor, given: Tensor, *, of_input: bool) -> Tensor:
-        options, masks = self.options, [of_input, not of_input, False]
+    def _convolution_backward(self, gradient: Tensor, inputs: Tensor, *, of_input: bool) -> Tensor:
+        options = self.options
+        masks = [of_input, not of_input, False]
         sizes = options["stride"], options["padding"], options["dilation"]
         no_output_padding = [0] * len(options["stride"])
-        tensors = gradient, given, self.weight
-        made = torch.ops.aten.convolution_backward(
+        tensors = gradient, inputs, self.weight
+        gradients = torch.ops.aten.convolution_backward(
             *tensors, None, *sizes, False, no_output_padding, options["groups"], masks
         )
-        result: Tensor = made[0 if of_input else 1]
+        result: Tensor = gradients[0 if of_input else 1]
         return result
 
 
@@ -81,16 +82,16 @@ class _KeepInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, noted: list[_Product], product: _Product, given: Tensor
+        ctx: Any, start: Tensor, noted: list[_Product], product: _Product, inputs: Tensor
     ) -> Tensor:
         ctx.noted, ctx.product = noted, product
-        ctx.save_for_backward(given)
+        ctx.save_for_backward(inputs)
         return start.clone()
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
-        (given,) = ctx.saved_tensors
-        ctx.product.given = given.detach()
+        (inputs,) = ctx.saved_tensors
+        ctx.product.inputs = inputs.detach()
         ctx.noted.append(ctx.product)
         return None, None, None, None
 
@@ -99,17 +100,17 @@ class _RunProduct(torch.autograd.Function):
     """A product whose backward pass computes the gradient of its input alone."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, product: _Product, given: Tensor) -> Tensor:
-        ctx.product, ctx.shape, ctx.kept = product, given.shape, kept.shape
-        return product.forward(given)
+    def forward(ctx: Any, marker: Tensor, product: _Product, inputs: Tensor) -> Tensor:
+        ctx.product, ctx.input_shape, ctx.marker_shape = product, inputs.shape, marker.shape
+        return product.forward(inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.product.gradient = gradient
         back = None
         if ctx.needs_input_grad[2]:
-            back = ctx.product.input_gradient(gradient, ctx.shape)
-        return gradient.new_empty(ctx.kept), None, back
+            back = ctx.product.input_gradient(gradient, ctx.input_shape)
+        return gradient.new_empty(ctx.marker_shape), None, back
 
 
 class DeferredWeights(TorchFunctionMode):
@@ -138,14 +139,14 @@ class DeferredWeights(TorchFunctionMode):
         if names is None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        given = arguments.pop("input")
-        product = _product(func, given, arguments)
+        inputs = arguments.pop("input")
+        product = _product(func, inputs, arguments)
         if product is None:
             return func(*args, **kwargs)
         # so a first layer has a gradient, of a leaf that nobody asks for it
-        start = torch.empty(0, device=given.device, requires_grad=True)
-        kept = _KeepInput.apply(start, self._noted, product, given)  # type: ignore[no-untyped-call]
-        return _RunProduct.apply(kept, product, given)  # type: ignore[no-untyped-call]
+        start = torch.empty(0, device=inputs.device, requires_grad=True)
+        marker = _KeepInput.apply(start, self._noted, product, inputs)  # type: ignore[no-untyped-call]
+        return _RunProduct.apply(marker, product, inputs)  # type: ignore[no-untyped-call]
 
 
 _OPTIONS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -158,7 +159,7 @@ _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
 
 
 def _product(
-    call: Callable[..., Tensor], given: Tensor, arguments: Mapping[str, Any]
+    call: Callable[..., Tensor], inputs: Tensor, arguments: Mapping[str, Any]
 ) -> _Product | None:
     """The product if it can be deferred: of plain parameters, in their own dtype.
 
@@ -166,13 +167,13 @@ def _product(
     """
     weight, bias = arguments["weight"], arguments.get("bias")
     is_plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
-    is_cast = given.dtype != weight.dtype or torch.is_autocast_enabled(given.device.type)
+    is_cast = inputs.dtype != weight.dtype or torch.is_autocast_enabled(inputs.device.type)
     if not is_plain or not weight.requires_grad or is_cast:
         return None
     if call not in _CONVOLUTIONS:
         return _Product(call, weight, bias, {})
     options = {name: arguments.get(name, value) for name, value in _OPTIONS.items()}
-    if given.dim() != weight.dim() or isinstance(options["padding"], str):
+    if inputs.dim() != weight.dim() or isinstance(options["padding"], str):
         return None
     for name in ("stride", "padding", "dilation"):
         if isinstance(options[name], int):

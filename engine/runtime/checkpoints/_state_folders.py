@@ -31,8 +31,8 @@ def begin_state(folder: Path, step: int) -> Path:
     """Make an empty folder for a state, and remove what killed runs left. DataError if it fails."""
     unfinished = folder / f"step-{step}.new"
     with _os_errors(unfinished, "made"):
-        for left in [*folder.glob("step-*.new"), *folder.glob("step-*.old")]:
-            shutil.rmtree(left)
+        for old in [*folder.glob("step-*.new"), *folder.glob("step-*.old")]:
+            shutil.rmtree(old)
         unfinished.mkdir(parents=True)
     return unfinished
 
@@ -40,7 +40,10 @@ def begin_state(folder: Path, step: int) -> Path:
 def finish_state(unfinished: Path, step: int, content: Mapping[str, Any]) -> Path:
     """Complete a state whose tensors are written; -> its final folder. DataError if it fails."""
     with _os_errors(unfinished, "written"):
-        _write_json(unfinished / PROGRESS_NAME, {"version": STATE_VERSION, **content})
+        with (unfinished / PROGRESS_NAME).open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"version": STATE_VERSION, **content}, indent=1))
+            file.flush()
+            os.fsync(file.fileno())
         return give_name(unfinished, step)
 
 
@@ -49,9 +52,9 @@ def discard_state(unfinished: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def remove_older(folder: Path, kept: int) -> None:
-    """Remove all states but the newest `kept`. DataError if one cannot be removed."""
-    for *_, old in _states(folder)[:-kept]:
+def remove_older(folder: Path, max_states: int) -> None:
+    """Remove all states but the newest `max_states`. DataError if one cannot be removed."""
+    for *_, old in _states(folder)[:-max_states]:
         with _os_errors(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.old")))
 
@@ -74,7 +77,7 @@ def read_progress(state: Path) -> dict[str, Any]:
 
 def give_name(unfinished: Path, step: int) -> Path:
     """Rename a complete state, with a number if the step was saved before; overwrites nothing."""
-    repeats = [repeat for own, repeat, _ in _states(unfinished.parent) if own == step]
+    repeats = [repeat for number, repeat, _ in _states(unfinished.parent) if number == step]
     suffix = f"-{max(repeats) + 1}" if repeats else ""
     target = unfinished.with_name(f"step-{step}{suffix}")
     _flush(unfinished)
@@ -96,14 +99,6 @@ def _states(folder: Path) -> list[tuple[int, int, Path]]:
     """(step, repeat, folder) of complete states, oldest first."""
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
     return sorted((int(match[1]), int(match[2] or 0), path) for match, path in matches if match)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _flush(folder: Path) -> None:

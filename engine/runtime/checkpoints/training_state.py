@@ -3,14 +3,16 @@
 Every tensor is named after its layer's index in the model and its parameter, never after a rank or
 a stage. So a run resumes with another partition, or other numbers of stages and replicas: each rank
 reads what it holds, whoever wrote it. Weights are saved as the optimizer has them: float32 masters
-where there are any. torch.distributed.checkpoint writes the tensors: of equal ones each replica a
-part, of shared out ones each its rows. A state is a folder that gets its name when it is complete,
-so after a kill the newest state is usable. A failure on one rank is raised on all, in one line:
-DataError, ConfigError; PeerLost if a rank is lost.
+where there are any. A tied parameter has several names and the same optimizer state under each,
+because its layers may move to different ranks. torch.distributed.checkpoint writes the tensors: of
+equal ones each replica a part, of shared out ones each its rows. A state is a folder that gets its
+name when it is complete, so after a kill the newest state is usable. A failure on one rank is
+raised on all, in one line: DataError, ConfigError; PeerLost if a rank is lost.
 """
 
+import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -28,15 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.engine.runtime.checkpoints._optimizer_state import (
-    Layers,
-    Options,
-    load_into,
-    merge_options,
-    options_of,
-    parameters_of,
-    tensors_of,
-)
 from isobatch.engine.runtime.checkpoints._state_folders import (
     PROGRESS_NAME,
     begin_state,
@@ -57,6 +50,11 @@ from isobatch.engine.runtime.optimizer.main_weights import gather_weight, local_
 
 __all__ = ["PROGRESS_NAME", "Progress", "load_state", "newest_state", "save_state"]
 
+Layers = Mapping[int, nn.Module]
+"""A rank's layers by index in the model: `Pipeline.layers`."""
+Options = list[dict[str, Any]]
+"""Parameter groups in plain JSON: the names of `parameters` and the optimizer's `values`."""
+
 _ROOT = "layers"
 """Key above all tensors: torch wants equal top-level keys on all ranks."""
 _WEIGHT, _OPTIMIZER = "weight.", "optimizer."
@@ -75,9 +73,16 @@ class Progress:
 
 
 def save_state(
-    folder: Path, layers: Layers, optimizer: Optimizer | None, progress: Progress, *, kept: int = 2
+    folder: Path,
+    layers: Layers,
+    optimizer: Optimizer | None,
+    progress: Progress,
+    *,
+    max_states: int = 2,
 ) -> Path:
-    """Save a new state, then remove all but the newest `kept`; -> its folder. All ranks call it.
+    """Save a new state, then remove all but the newest `max_states`; -> its folder.
+
+    All ranks call it.
 
     Options such as learning rates are saved by parameter. `optimizer`: None on a rank where nothing
     is trained. On all ranks: ConfigError if it keeps anything but tensors; DataError if a number is
@@ -90,7 +95,7 @@ def save_state(
         "step": progress.step,
         "loader": progress.loader,
         "places": sorted({index for indices, _ in ranks for index in indices}),
-        "options": merge_options([options for _, options in ranks]),
+        "options": _merge_options([options for _, options in ranks]),
     }
     try:
         with _torch_errors(unfinished, "written") as alone:
@@ -99,7 +104,7 @@ def save_state(
     except DataError:  # raised on all ranks
         on_first_rank(lambda: discard_state(unfinished))
         raise
-    on_first_rank(lambda: remove_older(folder, kept))
+    on_first_rank(lambda: remove_older(folder, max_states))
     return target
 
 
@@ -114,10 +119,10 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
     if newest is None:
         return None
     content = on_all_ranks(lambda: read_progress(newest))
-    found = sorted({index for indices in gather_objects(sorted(layers)) for index in indices})
-    if found != content["places"]:
+    places = sorted({index for indices in gather_objects(sorted(layers)) for index in indices})
+    if places != content["places"]:
         raise ConfigError(
-            f"{newest} has {len(content['places'])} layers, the model {len(found)}:"
+            f"{newest} has {len(content['places'])} layers, the model {len(places)}:"
             " give the same model"
         )
     tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
@@ -128,7 +133,7 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
             for weight in layer.parameters():
                 gather_weight(weight)
     moments = _with_prefix(_OPTIMIZER, tensors)
-    on_all_ranks(lambda: load_into(optimizer, layers, moments, content["options"]))
+    on_all_ranks(lambda: _load_into(optimizer, layers, moments, content["options"]))
     return Progress(step=content["step"], loader=content["loader"])
 
 
@@ -136,7 +141,7 @@ def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Ten
     """This rank's tensors by saved name, and its optimizer's options. DataError if not finite."""
     moments, options = {}, []
     if optimizer is not None:
-        moments, options = tensors_of(layers, optimizer), options_of(layers, optimizer)
+        moments, options = _tensors_of(layers, optimizer), _options_of(layers, optimizer)
     tensors = _join(_weights(layers), moments)
     masks = {
         f"{_WEIGHT}{index}.{name}"
@@ -165,13 +170,20 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
 
     DataError if the state's metadata is damaged, ConfigError if it is of another model.
     """
-    saved, weights = _saved(state), _weights(layers)
-    _check(weights, saved, state)
-    own = parameters_of(layers) if optimizer is not None else {}
+    saved = _saved(state)
+    weights = _weights(layers)
+    for name, weight in weights.items():
+        entry = saved.get(f"{_WEIGHT}{name}")
+        if entry is None or entry.size != weight.shape:
+            has = "does not have it" if entry is None else f"has it as {tuple(entry.size)}"
+            raise ConfigError(
+                f"weight {name} of shape {tuple(weight.shape)}: {state} {has}; give the same model"
+            )
+    parameters = _parameters_of(layers) if optimizer is not None else {}
     moments = {
-        name: _empty(entry, own[name.rpartition(".")[0]])
+        name: _empty(entry, parameters[name.rpartition(".")[0]])
         for name, entry in _with_prefix(_OPTIMIZER, saved).items()
-        if name.rpartition(".")[0] in own
+        if name.rpartition(".")[0] in parameters
     }
     return _join(weights, moments)
 
@@ -192,7 +204,7 @@ def _join(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[
 
 def _weights(layers: Layers) -> dict[str, Tensor]:
     """Parameters, as the optimizer has them, and buffers by name: their own memory."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for index, layer in layers.items():
         mains = {
             name: main_param(weight).detach()
@@ -203,20 +215,20 @@ def _weights(layers: Layers) -> dict[str, Tensor]:
                 raise ConfigError(
                     f"layer {index} keeps {name}, a {type(value).__name__}; only tensors are saved"
                 )
-            found[f"{index}.{name}"] = value
-    return found
+            tensors[f"{index}.{name}"] = value
+    return tensors
 
 
 def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
     """Metadata of a state's tensors by name. DataError if it cannot be read."""
     try:
-        found = FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        entries = FileSystemReader(state).read_metadata().state_dict_metadata.items()
     except Exception as error:  # a damaged pickle may raise anything
         rank = dist.get_rank() if dist.is_initialized() else 0
         raise cannot(state, "read", error, rank) from error
     return {
         key.removeprefix(f"{_ROOT}."): entry
-        for key, entry in found
+        for key, entry in entries
         if isinstance(entry, TensorStorageMetadata)
     }
 
@@ -228,17 +240,97 @@ def _with_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     }
 
 
-def _check(
-    weights: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], where: Path
+def _parameters_of(layers: Layers) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name, `index.name in the layer`; a tied one has several."""
+    return {
+        f"{index}.{name}": main_param(weight)
+        for index, layer in layers.items()
+        for name, weight in layer.named_parameters(remove_duplicate=False)
+    }
+
+
+def _tensors_of(layers: Layers, optimizer: Optimizer) -> dict[str, Tensor]:
+    """State of each parameter by `name.field`. ConfigError if it has anything but tensors."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in _parameters_of(layers).items():
+        for field, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}.{field}"] = value
+            elif value is not None:
+                raise ConfigError(
+                    f"the optimizer keeps {field}, a {type(value).__name__}; only tensors are saved"
+                )
+    return tensors
+
+
+def _options_of(layers: Layers, optimizer: Optimizer) -> Options:
+    """Options for this rank's parameters. ConfigError for an option that JSON cannot hold."""
+    names: dict[int, list[str]] = {}
+    for name, weight in _parameters_of(layers).items():
+        names.setdefault(id(weight), []).append(name)
+    return [
+        {
+            "parameters": sorted(name for weight in group["params"] for name in names[id(weight)]),
+            "values": {
+                name: _plain(name, value) for name, value in group.items() if name != "params"
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _merge_options(ranks: Sequence[Options]) -> Options:
+    """Options of all ranks; groups with equal values become one.
+
+    >>> first = {"parameters": ["0.w"], "values": {"lr": 0.1}}
+    >>> second = {"parameters": ["1.w"], "values": {"lr": 0.1}}
+    >>> _merge_options([[first], [second]])
+    [{'parameters': ['0.w', '1.w'], 'values': {'lr': 0.1}}]
+    """
+    groups: dict[str, tuple[Any, set[str]]] = {}
+    for group in (group for options in ranks for group in options):
+        key = json.dumps(group["values"], sort_keys=True)
+        groups.setdefault(key, (group["values"], set()))[1].update(group["parameters"])
+    return [{"parameters": sorted(names), "values": values} for values, names in groups.values()]
+
+
+def _load_into(
+    optimizer: Optimizer | None, layers: Layers, tensors: Mapping[str, Tensor], options: Options
 ) -> None:
-    """ConfigError unless all weights were saved, with the same shapes."""
-    for name, weight in weights.items():
-        entry = saved.get(f"{_WEIGHT}{name}")
-        if entry is None or entry.size != weight.shape:
-            has = "does not have it" if entry is None else f"has it as {tuple(entry.size)}"
+    """Restore `_tensors_of` and `_merge_options`.
+
+    Parameters without saved state start from scratch. ConfigError if parameters of one group had
+    different options.
+    """
+    if optimizer is None:
+        return
+    values_of = {name: group["values"] for group in options for name in group["parameters"]}
+    names = {id(weight): name for name, weight in _parameters_of(layers).items()}
+    fields: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, field = key.rpartition(".")
+        fields.setdefault(name, {})[field] = value
+    state: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    for group, optimizer_group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        members = [names[id(weight)] for weight in optimizer_group["params"]]
+        saved = [values_of[name] for name in members if name in values_of]
+        if any(values != saved[0] for values in saved):
             raise ConfigError(
-                f"weight {name} of shape {tuple(weight.shape)}: {where} {has}; give the same model"
+                "parameters of one group were saved with different options: group them as they were"
             )
+        group.update(saved[0] if saved else {})
+        numbered = zip(group["params"], members, strict=True)
+        state["state"] |= {number: fields[name] for number, name in numbered if name in fields}
+    optimizer.load_state_dict(state)
+
+
+def _plain(name: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        raise ConfigError(
+            f"the optimizer's {name} is {value!r}; only plain numbers and names are saved"
+        ) from None
 
 
 @contextmanager

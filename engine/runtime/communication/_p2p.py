@@ -64,7 +64,9 @@ class P2PQueue:
         """`specs` gives the tensors of a message; empty ones are not sent."""
         self._groups, self._specs, self._device = groups, specs, device
         self._inboxes = {
-            pair[0]: _Inbox(deque(own)) for pair, own in messages.items() if pair[1] == groups.rank
+            pair[0]: _Inbox(deque(waiting))
+            for pair, waiting in messages.items()
+            if pair[1] == groups.rank
         }
         self._sent: list[_Sent] = []
         self._zeros: Tensor | None = None
@@ -141,14 +143,14 @@ class P2PQueue:
 
     def _release(self, has_arrived: Callable[[_Sent], bool]) -> None:
         """Release sent tensors that have arrived, as `has_arrived` or NCCL says."""
-        kept = []
+        in_flight = []
         for sent in self._sent:
             if has_arrived(sent):
                 with self._peer_errors(sent.receiver):
                     sent.work.wait()
             elif not self._on_gpu or not sent.work.is_completed():
-                kept.append(sent)
-        self._sent = kept
+                in_flight.append(sent)
+        self._sent = in_flight
 
     def _post_early(self, sender: int) -> None:
         """Post the next receive; without memory for it, it is posted when it is needed."""

@@ -25,7 +25,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     If it fails on any, the lowest rank's IsobatchError is raised on all.
     """
     value, error = _attempt(work)
-    failed = next((each for each in gather_objects(error) if each is not None), None)
+    failed = next((one for one in gather_objects(error) if one is not None), None)
     return _unwrap(value, failed)
 
 
@@ -46,28 +46,28 @@ def broadcast(value: T) -> T:
 
 def gather_objects(value: T) -> list[T]:
     """Every rank's value, on all ranks."""
-    found = [value]
+    values = [value]
     if dist.is_initialized():
-        found *= dist.get_world_size()
+        values *= dist.get_world_size()
         with world_errors():
-            dist.all_gather_object(found, value)
-    return found
+            dist.all_gather_object(values, value)
+    return values
 
 
 def any_rank(value: bool) -> bool:
     """Whether it is so on any rank. One small message over the CPU's backend."""
-    found = torch.tensor(int(value))
+    flag = torch.tensor(int(value))
     if dist.is_initialized():
-        all_reduce(found, dist.group.WORLD, dist.ReduceOp.MAX)
-    return bool(found)
+        all_reduce(flag, dist.group.WORLD, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def all_gather(values: Tensor) -> list[Tensor]:
     """Every rank's values, of one shape and dtype, on all ranks of the world."""
-    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     with world_errors():
-        _finish(dist.all_gather(found, values, async_op=True), values)
-    return found
+        _finish(dist.all_gather(gathered, values, async_op=True), values)
+    return gathered
 
 
 def all_reduce(

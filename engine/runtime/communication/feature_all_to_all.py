@@ -34,7 +34,7 @@ class ReceivedFeatures:
     """Features of a rank after an exchange."""
 
     features: dict[str, Tensor]
-    """By encoder, (features of this rank's micro-batch, ...), in the order of its samples."""
+    """Features of this rank's micro-batch by encoder, (features, ...), in the order of samples."""
     link: Tensor
     """0, to be added to the loss: a rank that uses no features still takes part in backward."""
 

@@ -61,22 +61,24 @@ def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: in
     sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
     between = schedule.stages[sources] != schedule.stages[program.edge_targets]
     between |= schedule.kinds[sources] == PassKind.ENCODE
-    made = P2PSchedule(program=program, incoming={}, outgoing={}, ahead={}, messages={})
+    p2p = P2PSchedule(program=program, incoming={}, outgoing={}, ahead={}, messages={})
     edges = sources[between].tolist(), program.edge_targets[between].tolist()
     ranks = schedule.ranks.tolist()
     for source, target in zip(*edges, strict=True):
-        message, sender, receiver = Message(source, target), ranks[source], ranks[target]
+        message = Message(source, target)
+        sender = ranks[source]
+        receiver = ranks[target]
         if receiver == rank:
-            made.incoming.setdefault(target, []).append((message, sender))
+            p2p.incoming.setdefault(target, []).append((message, sender))
         if sender == rank:
-            made.outgoing.setdefault(source, []).append((message, receiver))
+            p2p.outgoing.setdefault(source, []).append((message, receiver))
         if sender != receiver:
-            made.messages.setdefault((sender, receiver), []).append(message)
-    _find_ahead(made, timeline, rank)
-    return made
+            p2p.messages.setdefault((sender, receiver), []).append(message)
+    _find_ahead(p2p, timeline, rank)
+    return p2p
 
 
-def _find_ahead(made: P2PSchedule, timeline: Timeline, rank: int) -> None:
+def _find_ahead(p2p: P2PSchedule, timeline: Timeline, rank: int) -> None:
     """Fill `ahead` of a rank.
 
     Operations have an order in which each comes after all that it needs: by their end if all passes
@@ -84,16 +86,16 @@ def _find_ahead(made: P2PSchedule, timeline: Timeline, rank: int) -> None:
     before an operation only if its source is earlier in this order. So if every operation waited
     for all receives posted until then, each would still wait for earlier ones alone: no circle.
     """
-    schedule = made.program.schedule
+    schedule = p2p.program.schedule
     is_back = (schedule.kinds != PassKind.FORWARD).astype(np.int64)
     by = np.where(is_back, -schedule.ranks, schedule.ranks), is_back, timeline.end_ns
     places = np.empty(len(schedule), np.int64)
     places[np.lexsort(by)] = np.arange(len(schedule))
     first, last = schedule.rank_offsets[rank : rank + 2].tolist()
     for operation in range(first, last - 1):
-        made.ahead[operation] = [
+        p2p.ahead[operation] = [
             (message, sender)
-            for message, sender in made.incoming.get(operation + 1, ())
+            for message, sender in p2p.incoming.get(operation + 1, ())
             if sender != rank and places[message.source] < places[operation]
         ]
 

@@ -70,34 +70,35 @@ def make_groups(
 
     `encoder_ranks`: ranks of a pipeline that encode ahead. Operations fail after `timeout_s`.
     """
-    me, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
-    own = next(tuple(pipeline) for pipeline in pipelines if me in pipeline)
-    shared = _tied_parameters(model, borders, len(own))
+    me = dist.get_rank()
+    timeout = timedelta(seconds=timeout_s)
+    local_ranks = next(tuple(pipeline) for pipeline in pipelines if me in pipeline)
+    shared = _tied_parameters(model, borders, len(local_ranks))
     links: dict[Pair, dist.ProcessGroup] = {}
     ties = []
     for pipeline in map(tuple, pipelines):
-        for sender, receiver in directions(len(own), encoder_ranks):
+        for sender, receiver in directions(len(local_ranks), encoder_ranks):
             group = dist.new_group([pipeline[sender], pipeline[receiver]], timeout=timeout)
-            if pipeline == own:
+            if pipeline == local_ranks:
                 links[sender, receiver] = group
         for ranks, weights in shared:
             group = dist.new_group([pipeline[rank] for rank in ranks], timeout=timeout)
-            if pipeline == own and own.index(me) in ranks:
+            if pipeline == local_ranks and local_ranks.index(me) in ranks:
                 ties.append(TiedWeights(weights=weights, group=group))
         group = dist.new_group(list(pipeline), timeout=timeout)
-        if pipeline == own:
+        if pipeline == local_ranks:
             whole = group
     across = [
         dist.new_group([pipeline[rank] for pipeline in pipelines], timeout=timeout)
-        for rank in range(len(own))
+        for rank in range(len(local_ranks))
     ]
     return ProcessGroups(
-        ranks=own,
-        rank=own.index(me),
+        ranks=local_ranks,
+        rank=local_ranks.index(me),
         links=links,
         pipeline=whole,
-        replicas=across[own.index(me)] if len(pipelines) > 1 else None,
-        replica=[tuple(pipeline) for pipeline in pipelines].index(own),
+        replicas=across[local_ranks.index(me)] if len(pipelines) > 1 else None,
+        replica=[tuple(pipeline) for pipeline in pipelines].index(local_ranks),
         ties=tuple(ties),
     )
 
@@ -127,9 +128,9 @@ def directions(num_ranks: int, encoder_ranks: Sequence[int] = ()) -> list[Pair]:
     >>> set(directions(5, [1, 2])) - set(directions(5))
     {(2, 0)}
     """
-    found = {(rank, (rank + step) % num_ranks) for rank in range(num_ranks) for step in (1, -1)}
-    found |= {(rank, 0) for rank in encoder_ranks}
-    return sorted(pair for pair in found if pair[0] != pair[1])
+    pairs = {(rank, (rank + step) % num_ranks) for rank in range(num_ranks) for step in (1, -1)}
+    pairs |= {(rank, 0) for rank in encoder_ranks}
+    return sorted(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _tied_parameters(
@@ -176,13 +177,15 @@ def _buckets(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
     >>> [[len(tensor) for tensor in bucket] for bucket in sizes]
     [[2, 3], [9], [1]]
     """
-    found: list[list[Tensor]] = []
+    buckets: list[list[Tensor]] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         free_bytes = 0
-        for tensor in (each for each in tensors if each.dtype == dtype):
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
             if tensor.nbytes > free_bytes:
-                found.append([])
+                buckets.append([])
                 free_bytes = max(most_bytes, tensor.nbytes)
-            found[-1].append(tensor)
+            buckets[-1].append(tensor)
             free_bytes -= tensor.nbytes
-    return found
+    return buckets

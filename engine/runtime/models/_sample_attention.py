@@ -20,6 +20,7 @@ from isobatch.common.errors import ConfigError
 
 NAME = "isobatch_samples"
 """Name of our function in transformers' table of attention functions."""
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
@@ -36,13 +37,25 @@ def packed_attention(
     config = attention.config
     before = config._attn_implementation
     if "flash" in str(before):
-        _check_precision(str(before), hidden)
+        if str(before).startswith("flash_attention") and hidden.dtype not in _HALF:
+            raise ConfigError(
+                f"{before} computes in bfloat16 only, but the tokens are {hidden.dtype}; give"
+                " PipelineOptions(mode=TrainingMode()), or load the model with"
+                " attn_implementation='sdpa'"
+            )
         if images is not None:
             raise ConfigError(
                 f"{before}: tokens of an image see later ones, for which it has no mask; load the"
                 " model with attn_implementation='sdpa'"
             )
-        yield _flash_arguments(borders, hidden.device)
+        longest = int(borders.diff().max())
+        on_device = borders.to(hidden.device, torch.int32)
+        yield {
+            "cu_seq_lens_q": on_device,
+            "cu_seq_lens_k": on_device,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
         return
     table = getattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     if table is None:
@@ -55,26 +68,6 @@ def packed_attention(
         yield {"sample_borders": borders, "images_of_tokens": images}
     finally:
         config._attn_implementation = before
-
-
-def _check_precision(implementation: str, hidden: Tensor) -> None:
-    is_half = hidden.dtype in (torch.bfloat16, torch.float16)
-    if implementation.startswith("flash_attention") and not is_half:
-        raise ConfigError(
-            f"{implementation} computes in bfloat16 only, but the tokens are {hidden.dtype}; give"
-            " PipelineOptions(mode=TrainingMode()), or load the model with"
-            " attn_implementation='sdpa'"
-        )
-
-
-def _flash_arguments(borders: Tensor, device: torch.device) -> dict[str, Any]:
-    longest, on_device = int(borders.diff().max()), borders.to(device, torch.int32)
-    return {
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
 
 
 def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
@@ -103,8 +96,8 @@ def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
         )
     outputs = []
     for start, end in pairwise(sample_borders.tolist()):
-        own = None if images_of_tokens is None else images_of_tokens[start:end]
-        mask = _sample_mask(end - start, sliding_window, own, query.device)
+        images = None if images_of_tokens is None else images_of_tokens[start:end]
+        mask = _sample_mask(end - start, sliding_window, images, query.device)
         outputs.append(
             functional.scaled_dot_product_attention(
                 query[:, :, start:end],

@@ -41,7 +41,7 @@ class LanguageRules:
     positions: Positions
     image_token_id: int
     video_token_id: int | None = None
-    """None where videos have the token of images."""
+    """Token of videos; None where they have that of images."""
     two_way_images: bool = False
     """Tokens of an image see each other (Gemma 3)."""
     rotary_by_type: bool = False
@@ -102,13 +102,14 @@ class LanguageLayer(SpecLayer):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> the same."""
-        hidden, passed = inputs[HIDDEN], deep_tensors(inputs, after=self._number)
+        hidden = inputs[HIDDEN]
+        passed = deep_tensors(inputs, after=self._number)
         if not hidden.shape[1]:  # a micro-batch that fills up an epoch's last step
             return {HIDDEN: hidden, **passed}
         shared = {name: inputs[name] for name in inputs if name.startswith(_SHARED)}
         self._add_shared(shared, hidden, batch)
-        attention, images = self.layer.self_attn, shared.get(_IMAGES)
-        with packed_attention(attention, shared[_BORDERS], hidden, images) as arguments:
+        images = shared.get(_IMAGES)
+        with packed_attention(self.layer.self_attn, shared[_BORDERS], hidden, images) as arguments:
             output = self.layer(
                 hidden,
                 attention_mask=None,

@@ -103,7 +103,8 @@ def _qwen_vl_vit(config: Any, num_layers: int) -> VitShape:
     # Qwen2-VL calls the encoder's width embed_dim, and the language model's hidden_size
     is_first = config.model_type == "qwen2_vl"
     width = vision.embed_dim if is_first else vision.hidden_size
-    merged, window = width * vision.spatial_merge_size**2, window_tokens(vision)
+    merged = width * vision.spatial_merge_size**2
+    window = window_tokens(vision)
     return VitShape(
         num_layers=num_layers,
         hidden_size=width,

@@ -55,7 +55,8 @@ class NativePatchEmbedding(PatchEmbedding):
         self, visual: Any, rule: GridRule, output_specs: OutputSpecs, *, row_shape: tuple[int, ...]
     ) -> None:
         super().__init__(visual.patch_embed, nn.Identity(), output_specs, row_shape=row_shape)
-        self.places, self._rule = getattr(visual, "pos_embed", None), rule
+        self.places = getattr(visual, "pos_embed", None)
+        self._rule = rule
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`pixel_values` -> `features` (ViT tokens, width)."""
@@ -93,7 +94,8 @@ class NativeVisionLayer(SpecLayer):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (ViT tokens, width) -> the same."""
-        features, passed = inputs[FEATURES], deep_tensors(inputs)
+        features = inputs[FEATURES]
+        passed = deep_tensors(inputs)
         if len(features):
             shared = {name: inputs[name] for name in _SHARED if name in inputs}
             shared = shared or self._shared(batch)
@@ -132,7 +134,8 @@ class Merger(SpecLayer):
         features = inputs[FEATURES]
         if not len(features):
             return {name: self.no_features(batch, features) for name in self.output_specs(batch)}
-        merged, rule = self.merger(features), self._rule
+        merged = self.merger(features)
+        rule = self._rule
         if rule.window is not None:
             order, _ = window_order(batch.image_grid_thw, rule.merge, rule.window)
             # numbers of the merged tokens, in the order of windows
@@ -147,7 +150,8 @@ class Merger(SpecLayer):
 def qwen_vl_vision(model: Any) -> list[SpecLayer]:
     """Vision half of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL ForConditionalGeneration."""
     visual, config = model.model.visual, model.config.vision_config
-    rule, dtype = GridRule(config.spatial_merge_size, window_tokens(config)), dtype_of(visual)
+    rule = GridRule(config.spatial_merge_size, window_tokens(config))
+    dtype = dtype_of(visual)
     # Qwen2-VL calls the encoder's width embed_dim, and the language model's hidden_size
     width = getattr(config, "embed_dim", config.hidden_size)
     levels = list(getattr(config, "deepstack_visual_indexes", ()))
@@ -156,13 +160,13 @@ def qwen_vl_vision(model: Any) -> list[SpecLayer]:
     layers: list[SpecLayer] = []
     for number, block in enumerate(visual.blocks):
         # outputs of this layer and those before it that decoder layers need
-        kept = sum(level <= number for level in levels)
+        num_levels = sum(level <= number for level in levels)
         layers.append(
             NativeVisionLayer(
                 block,
                 visual.rotary_pos_emb,
                 rule,
-                add_specs(rows, range(kept), rows),
+                add_specs(rows, range(num_levels), rows),
                 in_windows=number not in whole,
                 deep=deep_name(levels.index(number)) if number in levels else None,
             )

@@ -115,7 +115,8 @@ def _check_state(model: Any) -> None:
 def _language_rules(model: Any, projector: SpecLayer) -> LanguageRules:
     """What is particular about the language model of a family."""
     config = model.config
-    token, text = int(config.image_token_id), config.text_config
+    token = int(config.image_token_id)
+    text = config.text_config
     if text.model_type == "gemma3_text" and text.use_bidirectional_attention:
         raise ConfigError(
             "gemma3_text with use_bidirectional_attention: no token predicts the next"
@@ -142,8 +143,10 @@ def _grid_positions(config: Any, is_vision: Tensor, batch: Batch) -> Tensor:
     Qwen3-VL has text before each frame of a video's grid; Qwen2.5-VL's frames are as many positions
     apart as their times say.
     """
-    grids, seconds = batch.image_grid_thw, getattr(batch, "video_seconds", None)
-    merge, intervals = int(config.vision_config.spatial_merge_size), None
+    grids = batch.image_grid_thw
+    seconds = getattr(batch, "video_seconds", None)
+    merge = int(config.vision_config.spatial_merge_size)
+    intervals = None
     scale = getattr(config.vision_config, "tokens_per_second", None)
     if seconds is not None and config.model_type == "qwen3_vl":
         grids = grids.repeat_interleave(grids[:, 0], dim=0).clone()

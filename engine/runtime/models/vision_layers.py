@@ -161,7 +161,8 @@ def anyres_vision(model: Any) -> list[SpecLayer]:
     """Vision half of a LLaVA-NeXT or LLaVA-OneVision ForConditionalGeneration."""
     *layers, projector = llava_vision(model)
     assert isinstance(projector, Projector)  # for types
-    token, text = int(model.config.image_token_id), model.config.text_config
+    token = int(model.config.image_token_id)
+    text = model.config.text_config
     dtype = dtype_of(projector)
 
     def specs(batch: Batch) -> Mapping[str, TensorSpec]:
@@ -212,7 +213,8 @@ def _vision_half(
     """
     config, vision = model.config, model.config.vision_config
     projector = model.model.multi_modal_projector
-    tokens, merge = patch_tokens(vision), merge_side(config)
+    tokens = patch_tokens(vision)
+    merge = merge_side(config)
     drop_first = config.vision_feature_select_strategy == "default"
     per_patch = (tokens - drop_first) // merge**2
     between = patch_specs(tokens, vision.hidden_size, dtype_of(tower.embeddings))

@@ -33,7 +33,11 @@ def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> Prefixes:
         yield from layer.named_parameters(recurse=False)
 
     return tuple(
-        {own: paths[id(child)] for own, child in children(layer) if id(child) in paths}
+        {
+            name_in_layer: paths[id(child)]
+            for name_in_layer, child in children(layer)
+            if id(child) in paths
+        }
         for layer in layers
     )
 
@@ -42,8 +46,8 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
     """Weights of layers, by index in the model, under transformers' names. No copies."""
     state: dict[str, Tensor] = {}
     for index, layer in layers.items():
-        for own, tensor in layer.state_dict().items():
-            child, dot, rest = own.partition(".")
+        for name, tensor in layer.state_dict().items():
+            child, dot, rest = name.partition(".")
             state[f"{prefixes[index][child]}{dot}{rest}"] = tensor
     return state
 
@@ -55,18 +59,21 @@ def gather_state_dict(
 
     All ranks of the world call it with their own layers. PeerLost if one is lost.
     """
-    own, rank = state_dict_of(layers, prefixes), dist.get_rank()
-    described = gather_objects({name: (each.shape, each.dtype) for name, each in own.items()})
+    local = state_dict_of(layers, prefixes)
+    rank = dist.get_rank()
+    described = gather_objects(
+        {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
+    )
     # the first rank that has a weight sends it
     owners: dict[str, int] = {}
     for owner, names in enumerate(described):
         owners = dict.fromkeys(names, owner) | owners
-    device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
     received: dict[str, Tensor] = {}
     with world_errors():
         for name, owner in owners.items():
             if owner > 0 and rank == owner:
-                dist.send(own[name].detach().contiguous(), 0)
+                dist.send(local[name].detach().contiguous(), 0)
             elif owner > 0 and rank == 0:
                 shape, dtype = described[owner][name]
                 buffer = torch.empty(shape, dtype=dtype, device=device)
@@ -78,6 +85,6 @@ def gather_state_dict(
     return {
         name: received[name]
         if name in received
-        else torch.empty_like(tensor, device="cpu").copy_(own.get(name, tensor))
+        else torch.empty_like(tensor, device="cpu").copy_(local.get(name, tensor))
         for name, tensor in model.state_dict().items()
     }

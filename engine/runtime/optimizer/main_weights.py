@@ -32,8 +32,8 @@ DTYPE_OF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.
 
 def main_param(weight: nn.Parameter) -> nn.Parameter:
     """The optimizer's parameter for a weight of a layer; often the weight itself."""
-    found: nn.Parameter = getattr(weight, MAIN, weight)
-    return found
+    main: nn.Parameter = getattr(weight, MAIN, weight)
+    return main
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -103,7 +103,11 @@ class MainWeights:
                 _hand_over(weight, gradient_of(weight))
         with self._peer_errors():
             for weight in sharded:
-                _hand_over(weight, self._scattered(gradient_of(weight)))
+                assert self._mesh is not None
+                whole_gradient = DTensor.from_local(
+                    gradient_of(weight), self._mesh, [Partial()], run_check=False
+                )
+                _hand_over(weight, whole_gradient.redistribute(placements=[Shard(0)]))
 
     def gather(self) -> None:
         """Set all weights to what the optimizer made of them."""
@@ -145,20 +149,14 @@ class MainWeights:
         assert self._mesh is not None
         rows = whole.chunk(self._mesh.size())
         rank = self._mesh.get_local_rank()
-        own = rows[rank] if rank < len(rows) else whole[:0]
-        local = own.clone() if copies else own
+        rank_rows = rows[rank] if rank < len(rows) else whole[:0]
+        local = rank_rows.clone() if copies else rank_rows
         shape, stride = whole.shape, whole.stride()
         return nn.Parameter(
             DTensor.from_local(
                 local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
             )
         )
-
-    def _scattered(self, gradient: Tensor) -> Tensor:
-        """This replica's rows of the sum over replicas."""
-        assert self._mesh is not None
-        whole = DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[Shard(0)])
 
 
 def gradient_of(weight: nn.Parameter) -> Tensor:
@@ -182,5 +180,6 @@ def message_specs(
 
 def _hand_over(weight: nn.Parameter, gradient: Tensor) -> None:
     """Add a gradient to that of a weight's `main_param`, and drop the weight's own."""
-    weight.grad, main = None, main_param(weight)
+    weight.grad = None
+    main = main_param(weight)
     main.grad = gradient if main.grad is None else main.grad + gradient

@@ -8,7 +8,7 @@ for it. Bytes are counted in separate passes, because counting is slow on a CPU 
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,19 +33,19 @@ class LayerTimes(NamedTuple):
 
     forward_ns: int
     backward_ns: int
-    """Both gradients in one pass, as in most schedules."""
+    """Time of both gradients in one pass, as in most schedules."""
     input_grad_ns: int
-    """The same without the weight gradients that can be deferred (`DeferredWeights`)."""
+    """Time without the weight gradients that can be deferred (`DeferredWeights`)."""
     weight_grad_ns: int
-    """Those weight gradients."""
+    """Time of those weight gradients."""
 
 
 class LayerBytes(NamedTuple):
     """Memory of one layer and micro-batch."""
 
-    own_bytes: int
+    inner_bytes: int
     """Tensors made by the forward pass for the backward pass, without input and output."""
-    given_bytes: int
+    input_bytes: int
     """Size of the input."""
     held_input_bytes: int
     """The part of the input that the backward pass needs."""
@@ -64,15 +64,15 @@ class _IsolatedLayer:
     local: RankLayers
     index: int
     batch: Batch
-    given: StageTensors
+    inputs: StageTensors
 
     def __post_init__(self) -> None:
         where = f"the output of layer {self.index - 1} ({samples_text(self.batch)})"
-        check_tensors(self.given, self.specs, where)
+        check_tensors(self.inputs, self.specs, where)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Specs of `given`."""
+        """Specs of `inputs`."""
         return self.local.specs(self.index, self.batch) if self.index else {}
 
     @property
@@ -85,7 +85,7 @@ class _IsolatedLayer:
         """The input as leaves of the graph, as at the beginning of a stage."""
         has_gradient = self.local.has_gradient(self.index)
         return {
-            name: self.given[name].detach().requires_grad_(has_gradient and spec.differentiable)
+            name: self.inputs[name].detach().requires_grad_(has_gradient and spec.differentiable)
             for name, spec in self.specs.items()
         }
 
@@ -114,12 +114,12 @@ def stage_inputs(local: RankLayers, groups: ProcessGroups, batch: Batch) -> dict
 
 
 def _pass_on(
-    local: RankLayers, groups: ProcessGroups, stage: int, batch: Batch, made: StageTensors
+    local: RankLayers, groups: ProcessGroups, stage: int, batch: Batch, outputs: StageTensors
 ) -> StageTensors:
     """A stage's input, on its rank; the rank of the stage before sends it."""
     sender, receiver = (stage - 1) % len(groups.ranks), stage % len(groups.ranks)
     if not stage or sender == receiver or groups.rank not in (sender, receiver):
-        return made
+        return outputs
     tensors: StageTensors = {}
     for name, spec in sorted(local.specs(local.borders[stage], batch).items()):
         if groups.rank == receiver:
@@ -129,31 +129,32 @@ def _pass_on(
         if groups.rank == receiver:
             groups.receive(tensors[name], sender)
         else:
-            groups.send(made[name].to(spec.dtype).contiguous(), receiver)
+            groups.send(outputs[name].to(spec.dtype).contiguous(), receiver)
     return tensors
 
 
 def stage_times(
-    local: RankLayers, stage: int, batch: Batch, given: StageTensors, *, together: bool
+    local: RankLayers, stage: int, batch: Batch, inputs: StageTensors, *, together: bool
 ) -> list[LayerTimes]:
     """Times of a stage's layers; adds to weight gradients.
 
     `together`: each pass runs through all layers before the next begins, so caches are as cold as
     in training, which matters on CPUs. The activations of all layers are held meanwhile.
     """
-    layers, tensors = local.stage_layers(stage), given
+    layers = local.stage_layers(stage)
+    tensors = inputs
     times: list[LayerTimes] = []
     for indices in [layers] if together else [range(index, index + 1) for index in layers]:
         # both gradients in one pass
         joint = [nullcontext() for _ in indices]
         done, forward_ns = _forward_through(local, indices, batch, tensors, joint)
-        joint_ns = [_backward_ns(*each) for each in _popped(done)]
+        joint_ns = [_backward_ns(*forwarded) for forwarded in _popped(done)]
         # weight gradients of products after all others
         defer = [DeferredWeights() for _ in indices]
         done, _ = _forward_through(local, indices, batch, tensors, defer)
         tensors = {name: tensor.detach() for name, tensor in done[-1][-1].items()}
-        input_ns = [_backward_ns(*each) for each in _popped(done)]
-        weight_ns = [_deferred_ns(local.device, own) for own in reversed(defer)]
+        input_ns = [_backward_ns(*forwarded) for forwarded in _popped(done)]
+        weight_ns = [_deferred_ns(local.device, deferred) for deferred in reversed(defer)]
         times += map(LayerTimes, forward_ns, joint_ns[::-1], input_ns[::-1], weight_ns[::-1])
     return times
 
@@ -166,16 +167,17 @@ def _forward_through(
     local: RankLayers,
     indices: Sequence[int],
     batch: Batch,
-    given: StageTensors,
+    inputs: StageTensors,
     contexts: Sequence[AbstractContextManager[object]],
 ) -> tuple[list[_Forwarded], list[int]]:
     """(layers after their forward passes, times of these). `contexts`: of each layer."""
     done: list[_Forwarded] = []
     times: list[int] = []
-    tensors = given
+    tensors = inputs
     for index, context in zip(indices, contexts, strict=True):
         layer = _IsolatedLayer(local, index, batch, tensors)
-        leaves, begun = layer.leaves(), _now(local.device)
+        leaves = layer.leaves()
+        begun = _now(local.device)
         with context:
             outputs = layer.forward(leaves)
         times.append(_now(local.device) - begun)
@@ -191,40 +193,46 @@ def _popped(done: list[_Forwarded]) -> Iterator[_Forwarded]:
 
 
 def stage_bytes(
-    local: RankLayers, stage: int, batch: Batch, given: StageTensors
+    local: RankLayers, stage: int, batch: Batch, inputs: StageTensors
 ) -> list[LayerBytes]:
     """Memory of a stage's layers, one after the other. Weights must have gradients already."""
-    found, tensors = [], given
+    layer_bytes = []
+    tensors = inputs
     for index in local.stage_layers(stage):
         layer = _IsolatedLayer(local, index, batch, tensors)
-        found.append(_layer_bytes(layer))
+        layer_bytes.append(_layer_bytes(layer))
         tensors = layer.output()
-    return found
+    return layer_bytes
 
 
 def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
     """Count memory during a layer's passes."""
-    with _meter(layer.local.device) as meter:
+    device = layer.local.device
+    with nullcontext(_CudaMeter(device)) if device.type == "cuda" else LiveBytes() as meter:
         inputs = _copies(layer)
-        given = _storages(inputs)
+        input_storages = _storages(inputs)
         meter.restart()
-        made = layer.forward(inputs)
+        outputs = layer.forward(inputs)
         peak, deferred_bytes = meter.peak_bytes, 0
-        outputs = {key: own for key, own in _storages(made).items() if key not in given}
-        nodes = [tensor.grad_fn for tensor in made.values()]
-        made_bytes, given_bytes = _live_bytes(outputs), _live_bytes(given)
+        output_storages = {
+            key: storage for key, storage in _storages(outputs).items() if key not in input_storages
+        }
+        nodes = [tensor.grad_fn for tensor in outputs.values()]
+        output_bytes, input_bytes = _live_bytes(output_storages), _live_bytes(input_storages)
         # only what the graph holds stays
         inputs.clear()
-        del made
-        live, held_input, held_output = meter.live_bytes, _live_bytes(given), _live_bytes(outputs)
+        del outputs
+        live = meter.live_bytes
+        held_input = _live_bytes(input_storages)
+        held_output = _live_bytes(output_storages)
         del nodes
         if layer.weights or layer.local.has_gradient(layer.index):
             # here the output lives through the backward pass; in a step only its needed part does
-            peak = max(peak, _backward_peak(layer, meter) - (made_bytes - held_output))
+            peak = max(peak, _backward_peak(layer, meter) - (output_bytes - held_output))
             deferred_bytes = _deferred_bytes(layer, meter)
     return LayerBytes(
-        own_bytes=max(0, live - held_input - held_output),
-        given_bytes=given_bytes,
+        inner_bytes=max(0, live - held_input - held_output),
+        input_bytes=input_bytes,
         held_input_bytes=held_input,
         held_output_bytes=held_output,
         deferred_bytes=deferred_bytes,
@@ -234,9 +242,8 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
 
 def _backward_peak(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> int:
     inputs = _copies(layer)
-    made = layer.forward(inputs)
+    outputs = _with_gradient(layer.forward(inputs))
     inputs.clear()
-    outputs = _with_gradient(made)
     gradients = _output_gradients(outputs)
     meter.restart()
     if outputs:
@@ -246,7 +253,8 @@ def _backward_peak(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> in
 
 def _deferred_bytes(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> int:
     """Bytes that are live between the two passes, because of deferred weight gradients."""
-    before, defer = meter.live_bytes, DeferredWeights()
+    before = meter.live_bytes
+    defer = DeferredWeights()
     inputs = _copies(layer)
     with defer:
         outputs = _with_gradient(layer.forward(inputs))
@@ -263,8 +271,8 @@ def _copies(layer: _IsolatedLayer) -> StageTensors:
     return {name: leaf.clone() for name, leaf in layer.leaves().items()}
 
 
-def _backward_ns(layer: _IsolatedLayer, made: StageTensors) -> int:
-    outputs = _with_gradient(made)
+def _backward_ns(layer: _IsolatedLayer, tensors: StageTensors) -> int:
+    outputs = _with_gradient(tensors)
     if not outputs:
         return 0
     gradients = _output_gradients(outputs)
@@ -301,8 +309,8 @@ _Storages = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
 
 def _storages(tensors: Mapping[str, Tensor]) -> _Storages:
     """Storages of tensors, each once, by address, with their sizes; not held."""
-    own = [tensor.untyped_storage() for tensor in tensors.values()]
-    return {int(storage._cdata): (weakref.ref(storage), storage.nbytes()) for storage in own}
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    return {int(storage._cdata): (weakref.ref(storage), storage.nbytes()) for storage in storages}
 
 
 def _live_bytes(storages: _Storages) -> int:
@@ -326,12 +334,3 @@ class _CudaMeter:
 
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-@contextmanager
-def _meter(device: torch.device) -> Iterator[_CudaMeter | LiveBytes]:
-    if device.type == "cuda":
-        yield _CudaMeter(device)
-    else:
-        with LiveBytes() as memory:
-            yield memory

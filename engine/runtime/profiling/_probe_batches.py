@@ -26,12 +26,13 @@ def probe_batches(
 
     `loads` are those of `batches`. Equal parts are left out. ConfigError as `first_samples`.
     """
-    largest, parts = largest_batches(loads), []
-    made = {(index, int(batches[index].num_samples)) for index in largest}
+    largest = largest_batches(loads)
+    parts = []
+    seen = {(index, int(batches[index].num_samples)) for index in largest}
     for share, index in itertools.product(SHARES, largest):
         part = index, _num_samples(batches[index], share)
-        if part not in made:
-            made.add(part)
+        if part not in seen:
+            seen.add(part)
             parts.append(first_samples(batches[index], share, vision_token_ids))
     return [*parts, *batches]
 
@@ -67,7 +68,9 @@ def first_samples(batch: Batch, share: float, vision_token_ids: Sequence[int]) -
     # rows that `pixel_values` has, or would have, up to each image's end
     ends = sizes.cumsum(0)
     stand_ins = torch.tensor(vision_token_ids, device=ids.device)
-    tokens, all_tokens = (int(torch.isin(each, stand_ins).sum()) for each in (ids, batch.input_ids))
+    tokens, all_tokens = (
+        int(torch.isin(token_ids, stand_ins).sum()) for token_ids in (ids, batch.input_ids)
+    )
     rows = tokens * int(sizes.sum()) // max(1, all_tokens)
     num_images = int((ends <= rows).sum())
     if rows != int(sizes[:num_images].sum()) or bool(all_tokens) != bool(len(sizes)):

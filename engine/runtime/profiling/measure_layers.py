@@ -7,12 +7,14 @@ gradients and once with one after the other; counting bytes runs it about three 
 
 Times are those that schedules run. Deferring weight gradients costs a little by itself, so
 `weight_grad_ns` is what the weights add to the joint pass, unless the schedule defers them (zero
-bubble).
+bubble). Times of messages come from the latency and the time per byte of the slowest link.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -38,7 +40,6 @@ from isobatch.engine.runtime.profiling._layer_timing import (
     stage_inputs,
     stage_times,
 )
-from isobatch.engine.runtime.profiling._links import barrier, message_times
 from isobatch.engine.runtime.stage_executor import RankLayers
 from isobatch.engine.runtime.stage_io import Batch, StageTensors
 
@@ -46,6 +47,10 @@ _OF_PASSES = (*LayerTimes._fields, *LayerBytes._fields)
 _OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
 ADAM_MOMENTS = 2
 """Optimizer tensors as large as each trained parameter."""
+ROUNDS = 7
+"""Messages per size; the first warms up, the median of the others counts."""
+MIN_BYTES = 1 << 20
+"""Minimum size of a large message: enough for bytes to matter next to the latency."""
 
 _Tables = dict[str, IntArray]
 """`_OF_PASSES` (layers, micro_batches), `_OF_LAYERS` (layers,)."""
@@ -98,7 +103,15 @@ def measure_layers(
     """
     local, groups = pipeline._local, pipeline._groups
     names, kinds, phases = labels.names, labels.kinds, labels.phases
-    _check(local, batches, loads, labels)
+    count = local.borders[-1]
+    if len(names) != count or len(kinds) != count:
+        raise ConfigError(
+            f"{len(names)} names and {len(kinds)} kinds; the model has {count} layers"
+        )
+    if len(loads) != len(batches) or not batches:
+        raise ConfigError(
+            f"{len(batches)} micro-batches and {len(loads)} loads; give as many, and at least one"
+        )
     options = options or MeasureOptions()
     # measure
     with _preserve_gradients(local.layers.values()), preserve_rng(local.device):
@@ -116,37 +129,27 @@ def measure_layers(
         kinds=parts,
         **{name: _equal_per_kind(values, parts, name) for name, values in columns.items()},
         sent_bytes=sent,
-        send_ns=message_times(groups, sent, local.device),
+        send_ns=_message_times(groups, sent, local.device),
         state_bytes=tables["state_bytes"],
         param_counts=tables["param_counts"],
         sends_grad=np.arange(len(kinds)) >= local.first_trained,
     )
     pairs = zip(parts, kinds, strict=True)
-    own = {part: phases[kind] for part, kind in pairs if kind in phases}
+    phases_of_parts = {part: phases[kind] for part, kind in pairs if kind in phases}
     mode = pipeline._options.mode
-    return make_profile(costs, loads, own, mode.precision if mode else None)
-
-
-def _check(local: RankLayers, batches: Sequence[Batch], loads: Loads, labels: LayerLabels) -> None:
-    count, names, kinds = local.borders[-1], len(labels.names), len(labels.kinds)
-    if names != count or kinds != count:
-        raise ConfigError(f"{names} names and {kinds} kinds; the model has {count} layers")
-    if len(loads) != len(batches) or not batches:
-        raise ConfigError(
-            f"{len(batches)} micro-batches and {len(loads)} loads; give as many, and at least one"
-        )
+    return make_profile(costs, loads, phases_of_parts, mode.precision if mode else None)
 
 
 @contextmanager
 def _preserve_gradients(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Begin without gradients, and restore the old ones afterwards."""
-    kept = [(weight, weight.grad) for layer in layers for weight in layer.parameters()]
-    for weight, _ in kept:
+    before = [(weight, weight.grad) for layer in layers for weight in layer.parameters()]
+    for weight, _ in before:
         weight.grad = None
     try:
         yield
     finally:
-        for weight, gradient in kept:
+        for weight, gradient in before:
             weight.grad = gradient
 
 
@@ -161,15 +164,15 @@ def _measure(pipeline: Pipeline, batches: Sequence[Batch], repeats: int) -> _Tab
     for number, batch in enumerate(batches):
         inputs = stage_inputs(local, groups, batch)
         for rank in range(1 if together else len(groups.ranks)):
-            barrier(groups, local.device)
+            _barrier(groups, local.device)
             if together or rank == groups.rank:
-                for stage, given in inputs.items():
-                    found = [
-                        stage_times(local, stage, batch, given, together=together)
+                for stage, stage_tensors in inputs.items():
+                    runs = [
+                        stage_times(local, stage, batch, stage_tensors, together=together)
                         for _ in range(repeats)
                     ]
-                    times = np.rint(np.median(found[1:], axis=0))  # (layers, times)
-                    sizes = stage_bytes(local, stage, batch, given)
+                    times = np.rint(np.median(runs[1:], axis=0))  # (layers, times)
+                    sizes = stage_bytes(local, stage, batch, stage_tensors)
                     of_passes[local.stage_layers(stage), number] = np.hstack([times, sizes])
         if together:
             _compute_until_all_are_done(local, groups, batch, inputs)
@@ -191,8 +194,8 @@ def _compute_until_all_are_done(
         done = dist.all_reduce(token, group=groups.pipeline, async_op=True)
         assert done is not None
         while not done.is_completed():
-            for stage, given in inputs.items():
-                stage_times(local, stage, batch, given, together=True)
+            for stage, stage_tensors in inputs.items():
+                stage_times(local, stage, batch, stage_tensors, together=True)
         done.wait()
 
 
@@ -213,10 +216,13 @@ def _split_kinds(
     names: Sequence[str], kinds: Sequence[str], tables: _Tables, first_trained: int
 ) -> tuple[str, ...]:
     """Kinds whose layers all cost the same. ConfigError if their parameters differ."""
-    roles = [
-        _role(bool(trained), index > first_trained)
-        for index, trained in enumerate(tables["is_trained"])
-    ]
+    # backward work of each layer, in words
+    roles = []
+    for index, is_trained in enumerate(tables["is_trained"]):
+        if index > first_trained:
+            roles.append("trained" if is_trained else "frozen")
+        else:
+            roles.append("first trained" if is_trained else "forward only")
     first: dict[str, int] = {}
     counts = tables["param_counts"]
     for index, kind in enumerate(kinds):
@@ -227,15 +233,8 @@ def _split_kinds(
                 f" {counts[other]:,} and {counts[index]:,} parameters; give them different kinds"
             )
     pairs = list(zip(kinds, roles, strict=True))
-    roles_of = {kind: {role for own, role in pairs if own == kind} for kind in first}
+    roles_of = {kind: {role for other, role in pairs if other == kind} for kind in first}
     return tuple(f"{kind}, {role}" if len(roles_of[kind]) > 1 else kind for kind, role in pairs)
-
-
-def _role(is_trained: bool, has_gradient: bool) -> str:
-    """Backward work of a layer, in words."""
-    if is_trained:
-        return "trained" if has_gradient else "first trained"
-    return "frozen" if has_gradient else "forward only"
 
 
 def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
@@ -246,7 +245,7 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
     input_ns = np.minimum(tables["input_grad_ns"], joint)
     # a tensor between two layers is held if either needs it
     between = np.maximum(tables["held_input_bytes"][1:], tables["held_output_bytes"][:-1])
-    held = tables["own_bytes"] + np.concatenate([tables["held_input_bytes"][:1], between])
+    held = tables["inner_bytes"] + np.concatenate([tables["held_input_bytes"][:1], between])
     saved = held * goes_back
     return {
         "forward_ns": tables["forward_ns"],
@@ -254,7 +253,7 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
         "weight_grad_ns": tables["weight_grad_ns"] if apart else joint - input_ns,
         "recompute_ns": tables["forward_ns"] * goes_back,
         "saved_bytes": saved,
-        "kept_bytes": tables["given_bytes"] * goes_back,
+        "kept_bytes": tables["input_bytes"] * goes_back,
         "working_bytes": np.maximum(tables["peak_bytes"] - saved, 0),
         "deferred_bytes": tables["deferred_bytes"],
     }
@@ -262,9 +261,55 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
 
 def _equal_per_kind(values: IntArray, kinds: Sequence[str], name: str) -> IntArray:
     """The same values for all layers of a kind: median of times, maximum of bytes."""
-    made = np.empty_like(values)
+    result = np.empty_like(values)
     for kind in dict.fromkeys(kinds):
-        rows: NDArray[np.bool_] = np.array([own == kind for own in kinds])
-        own = values[rows]
-        made[rows] = np.rint(np.median(own, axis=0)) if name.endswith("_ns") else own.max(axis=0)
-    return made
+        rows: NDArray[np.bool_] = np.array([other == kind for other in kinds])
+        of_kind = values[rows]
+        is_time = name.endswith("_ns")
+        result[rows] = np.rint(np.median(of_kind, axis=0)) if is_time else of_kind.max(axis=0)
+    return result
+
+
+def _message_times(groups: ProcessGroups, num_bytes: IntArray, device: torch.device) -> IntArray:
+    """Times of messages over a pipeline's slowest link, int64 ns; an empty message takes none.
+
+    All its ranks call it; all get the same. Measures half a round trip of a tiny message and of the
+    largest, link after link; others are in between. All times are 0 with a single rank.
+    """
+    slowest = torch.zeros(2, dtype=torch.float64, device=device)
+    sizes = (1, max(int(num_bytes.max(initial=0)), MIN_BYTES))
+    for first in range(len(groups.ranks) - 1):
+        if groups.rank in (first, first + 1):
+            small, large = (_one_way_ns(groups, first, size, device) for size in sizes)
+            slope = max(0.0, large - small) / sizes[1]
+            link_times = torch.tensor([small, slope], dtype=torch.float64, device=device)
+            slowest = torch.maximum(slowest, link_times)
+        _barrier(groups, device)
+    all_reduce(slowest, groups.pipeline, dist.ReduceOp.MAX)
+    latency_ns, ns_per_byte = slowest.tolist()
+    times = (latency_ns + num_bytes * ns_per_byte) * (num_bytes > 0)
+    return np.asarray(np.rint(times), np.int64)
+
+
+def _barrier(groups: ProcessGroups, device: torch.device) -> None:
+    """Wait until all ranks of the pipeline are here."""
+    token = torch.zeros(1, device=device)
+    all_reduce(token, groups.pipeline)
+    token.item()
+
+
+def _one_way_ns(groups: ProcessGroups, first: int, size: int, device: torch.device) -> float:
+    """Half a round trip from rank `first` to the next, as either of them measures it."""
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter_ns()
+        if groups.rank == first:
+            groups.send(message, first + 1)
+            groups.receive(message, first + 1)
+        else:
+            groups.receive(message, first)
+            groups.send(message, first)
+        message[0].item()  # waits until it has arrived
+        times.append((time.perf_counter_ns() - begun) / 2)
+    return median(times[1:])

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
-from isobatch.engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
+from isobatch.engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, search_bmp
 from isobatch.engine.planning.recompute import InfeasiblePlan
 from isobatch.engine.runtime.communication.collectives import broadcast, gather_objects
 from isobatch.engine.runtime.errors import PeerLost
@@ -63,7 +62,7 @@ class TrialStep:
     """The world's ranks of each replica, first stage first."""
     options: PipelineOptions = field(default_factory=PipelineOptions)
     recompute: Recompute | None = None
-    """None: nothing is recomputed."""
+    """Choice of recomputed layers; None: nothing is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ class MeasuredPartitions:
 
     bmp: BmpResult
     trials: tuple[PartitionTrial, ...]
-    """In the order of `bmp.candidates`."""
+    """Trials in the order of `bmp.candidates`."""
 
 
 def measure_partitions(
@@ -116,13 +115,13 @@ class _Trials:
         num_stages = len(self.step.pipelines[0]) * self.step.options.stages_per_rank
         radius, most_run = self.options.radius, self.options.most_run
         try:
-            found = search_bmp(
+            bmp = search_bmp(
                 self.costs, num_stages, self.announce, radius=radius, most_run=most_run
             )
         except (ConfigError, InfeasiblePlan) as error:
             broadcast(error)
             raise
-        return broadcast(MeasuredPartitions(bmp=found, trials=tuple(self.done)))
+        return broadcast(MeasuredPartitions(bmp=bmp, trials=tuple(self.done)))
 
     def follow(self) -> MeasuredPartitions:
         """Run what the first rank broadcasts."""
@@ -137,8 +136,11 @@ class _Trials:
 
     def announce(self, borders: IntArray) -> int:
         """Run a partition on all ranks; -> the median time of its steps."""
-        step, recompute, predicted = self.step, np.zeros(self.costs.num_layers, np.bool_), None
-        times, failure = tuple[int, ...](), None
+        step = self.step
+        recompute = np.zeros(self.costs.num_layers, np.bool_)
+        predicted = None
+        times = tuple[int, ...]()
+        failure = None
         try:
             if step.recompute is not None:
                 recompute = np.asarray(step.recompute(borders))
@@ -171,16 +173,16 @@ class _Trials:
 
     def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
         """A pipeline with this partition; OutOfMemory on all ranks if it does not fit on one."""
-        pipelines, made, lacking = self.step.pipelines, None, -1
+        pipelines, pipeline, lacking = self.step.pipelines, None, -1
         try:
-            made = Pipeline(self.model, borders, recompute, pipelines, self.step.options)
+            pipeline = Pipeline(self.model, borders, recompute, pipelines, self.step.options)
         except torch.OutOfMemoryError:
             me = dist.get_rank()
             lacking = next(list(ranks).index(me) for ranks in pipelines if me in ranks)
         lacking = max(gather_objects(lacking))
-        if made is None or lacking >= 0:
+        if pipeline is None or lacking >= 0:
             raise OutOfMemory([lacking])
-        return made
+        return pipeline
 
     def step_ns(self, pipeline: Pipeline) -> int:
         """Time from when all ranks are ready to the end of the last pass."""
@@ -196,7 +198,10 @@ def temporary_pipelines(model: LayerStack) -> Iterator[None]:
 
     Nothing is restored if a rank is lost, which ends the run.
     """
-    devices = [_device_of(layer) for layer in model.layers]
+    devices = [
+        next((tensor.device for tensor in chain(layer.parameters(), layer.buffers())), None)
+        for layer in model.layers
+    ]
     groups = set(dist.distributed_c10d._world.pg_map)
     try:
         yield
@@ -222,10 +227,6 @@ def _restore(
         torch.cuda.empty_cache()
 
 
-def _device_of(layer: nn.Module) -> torch.device | None:
-    return next((tensor.device for tensor in chain(layer.parameters(), layer.buffers())), None)
-
-
 def write_evidence(measured: MeasuredPartitions, path: Path) -> None:
     """Write what was tried and chosen as JSON."""
     path.write_text(json.dumps(evidence(measured), indent=1) + "\n", "utf-8")
@@ -240,25 +241,24 @@ def evidence(measured: MeasuredPartitions) -> dict[str, Any]:
         "chosen": bmp.best.borders.tolist(),
         "chosen_step_ms": _ms(bmp.best.step_ns),
         "anchor": bmp.anchor.tolist(),
-        "candidates": [_row(candidate, trial) for candidate, trial in rows],
+        "candidates": [
+            {
+                "borders": candidate.borders.tolist(),
+                "metric_ms": candidate.metric_ms,
+                "variance_ms2": candidate.variance_ms2,
+                "comm_bytes": candidate.comm_bytes,
+                "recompute": list(trial.recompute),
+                "predicted_ms": _ms(trial.predicted_ns),
+                "steps_ms": [_ms(time) for time in trial.steps_ns],
+                "median_ms": _ms(candidate.step_ns),
+                "failure": trial.failure,
+            }
+            for candidate, trial in rows
+        ],
         "host": platform.node(),
         "processor": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "torch": torch.__version__,
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-    }
-
-
-def _row(candidate: PartitionCandidate, trial: PartitionTrial) -> dict[str, Any]:
-    return {
-        "borders": candidate.borders.tolist(),
-        "metric_ms": candidate.metric_ms,
-        "variance_ms2": candidate.variance_ms2,
-        "comm_bytes": candidate.comm_bytes,
-        "recompute": list(trial.recompute),
-        "predicted_ms": _ms(trial.predicted_ns),
-        "steps_ms": [_ms(time) for time in trial.steps_ns],
-        "median_ms": _ms(candidate.step_ns),
-        "failure": trial.failure,
     }
 
 

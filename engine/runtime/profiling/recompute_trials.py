@@ -86,16 +86,18 @@ class StepObserver:
         self._release()
         try:
             with preserve_rng(self._device):
-                own = self._left_on_gpu() if self._device.type == "cuda" else self._left_on_cpu()
+                local_bytes = (
+                    self._left_on_gpu() if self._device.type == "cuda" else self._left_on_cpu()
+                )
         finally:
             self._pipeline.steps_run = steps_run
             self._release()
-        ranks, lefts = zip(*gather_objects((self._groups.rank, own)), strict=True)
-        left = np.full(len(self._groups.ranks), np.iinfo(np.int64).max)
-        np.minimum.at(left, list(ranks), lefts)
-        if (left < 0).any():
-            raise OutOfMemory(np.flatnonzero(left < 0).tolist())
-        return left
+        ranks, rank_bytes = zip(*gather_objects((self._groups.rank, local_bytes)), strict=True)
+        left_bytes = np.full(len(self._groups.ranks), np.iinfo(np.int64).max)
+        np.minimum.at(left_bytes, list(ranks), rank_bytes)
+        if (left_bytes < 0).any():
+            raise OutOfMemory(np.flatnonzero(left_bytes < 0).tolist())
+        return left_bytes
 
     def _left_on_gpu(self) -> int:
         limit = self._limit_bytes
@@ -108,12 +110,14 @@ class StepObserver:
 
     def _left_on_cpu(self) -> int:
         states = self._optimizer.state.values() if self._optimizer else ()
-        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        kept = [local_part(value) for value in kept]
+        tensors = [
+            value for state in states for value in state.values() if isinstance(value, Tensor)
+        ]
+        tensors = [local_part(value) for value in tensors]
         for layer in self._layers:
-            kept += [*layer.parameters(), *layer.buffers()]
-        kept += [local_part(weight) for weight in self._pipeline.parameters()]
-        limit = (self._limit_bytes or 0) - _storage_bytes(kept)
+            tensors += [*layer.parameters(), *layer.buffers()]
+        tensors += [local_part(weight) for weight in self._pipeline.parameters()]
+        limit = (self._limit_bytes or 0) - _storage_bytes(tensors)
         memory = LiveBytes(limit)
         with memory:
             self._run()
@@ -122,16 +126,13 @@ class StepObserver:
     def _run(self) -> None:
         for batches in self._steps:
             self._pipeline.step(batches, 1)  # the normalizer does not matter for memory
-            self._drop_gradients()  # each step begins without, as in training
+            self._pipeline.drop_gradients()  # each step begins without, as in training
 
     def _release(self) -> None:
         """Hold nothing that the steps have left."""
-        self._drop_gradients()
+        self._pipeline.drop_gradients()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _drop_gradients(self) -> None:
-        self._pipeline.drop_gradients()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,28 +181,22 @@ def adapt_running(
             "schedule": schedule.name,
             "borders": list(local.borders),
             "kinds": list(costs.kinds),
-            **_as_json(adapted),
+            "trials": [
+                {
+                    "recompute": trial.recompute.tolist(),
+                    "left_bytes": None if trial.left_bytes is None else trial.left_bytes.tolist(),
+                    "out_of_memory": list(trial.ran_out),
+                }
+                for trial in adapted.trials
+            ],
+            "held_bytes": adapted.held_bytes,
+            "chosen": {
+                "recompute": adapted.recompute.tolist(),
+                "left_bytes": adapted.left_bytes.tolist(),
+            },
         }
         options.evidence.write_text(f"{json.dumps(table, indent=1)}\n")
     return adapted
-
-
-def _as_json(adapted: AdaptedRecompute) -> dict[str, object]:
-    """The trials, their results and the choice."""
-    trials = [
-        {
-            "recompute": trial.recompute.tolist(),
-            "left_bytes": None if trial.left_bytes is None else trial.left_bytes.tolist(),
-            "out_of_memory": list(trial.ran_out),
-        }
-        for trial in adapted.trials
-    ]
-    recompute, left_bytes = adapted.recompute.tolist(), adapted.left_bytes.tolist()
-    return {
-        "trials": trials,
-        "held_bytes": adapted.held_bytes,
-        "chosen": {"recompute": recompute, "left_bytes": left_bytes},
-    }
 
 
 def _agree_on_costs(costs: Costs, num_layers: int) -> Costs:

@@ -7,8 +7,7 @@ transformers is an optional dependency that takes seconds to import: it is impor
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_00
 """Division of a head's 8 frequencies between frame, row and column."""
 
 
-def read_model(name: str, given: Path | None, source: StepSource) -> Any:
+def read_model(name: str, path: Path | None, source: StepSource) -> Any:
     """The model on the CPU: tiny, of a `config.json` or of a folder with weights. ConfigError."""
-    if given is None and name not in TINY_KINDS:
+    if path is None and name not in TINY_KINDS:
         raise ConfigError(
             f"--model {name} needs --config: a config.json of transformers or a folder with weights"
         )
@@ -52,21 +51,21 @@ def read_model(name: str, given: Path | None, source: StepSource) -> Any:
     errors = (OSError, ValueError, RuntimeError, _safetensors_error())
     missing: list[str] = []
     try:
-        if given is None:
+        if path is None:
             model = transformers.AutoModelForImageTextToText.from_config(make_config(name, source))
-        elif given.is_dir():
-            model, missing = _read_weights(transformers, given)
+        elif path.is_dir():
+            model, missing = _read_weights(transformers, path)
         else:
-            config = transformers.AutoConfig.from_pretrained(given, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             model = transformers.AutoModelForImageTextToText.from_config(config)
     except errors as error:
-        raise ConfigError(f"{given or name}: {first_line(error)}") from error
+        raise ConfigError(f"{path or name}: {first_line(error)}") from error
     if missing:
         raise ConfigError(
-            f"{given} lacks {len(missing)} weights that its config.json asks for (or their shapes"
+            f"{path} lacks {len(missing)} weights that its config.json asks for (or their shapes"
             f" differ), as {missing[0]}: give a folder with all, or config.json for random ones"
         )
-    _check_fits(model, name, given, source)
+    _check_fits(model, name, path, source)
     return model.train()
 
 
@@ -129,59 +128,53 @@ def _import_transformers(name: str) -> Any:
 
 
 def _safetensors_error() -> type[Exception]:
-    found: type[Exception] = importlib.import_module("safetensors").SafetensorError
-    return found
+    error: type[Exception] = importlib.import_module("safetensors").SafetensorError
+    return error
 
 
 def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
     """(model, weights that are missing or have another shape)."""
-    with _without_warnings(transformers):
-        model, found = transformers.AutoModelForImageTextToText.from_pretrained(
+    # transformers prints a table of what does not fit: our error says it in one line
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        model, info = transformers.AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    mismatched = [name for name, *_ in found["mismatched_keys"]]
-    return model, sorted([*found["missing_keys"], *mismatched])
-
-
-@contextmanager
-def _without_warnings(transformers: Any) -> Iterator[None]:
-    """Suppress transformers' table of what does not fit: our error says it in one line."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
     finally:
-        transformers.logging.set_verbosity(before)
+        transformers.logging.set_verbosity(verbosity)
+    mismatched = [name for name, *_ in info["mismatched_keys"]]
+    return model, sorted([*info["missing_keys"], *mismatched])
 
 
-def _check_fits(model: Any, name: str, given: Path | None, source: StepSource) -> None:
+def _check_fits(model: Any, name: str, path: Path | None, source: StepSource) -> None:
     """ConfigError unless a model takes the images and tokens of a build."""
     config, num_tokens = model.config, model.get_input_embeddings().num_embeddings
     if config.model_type != name:
-        raise ConfigError(f"{given} is a model of type {config.model_type}, not {name}")
+        raise ConfigError(f"{path} is a model of type {config.model_type}, not {name}")
     if config.image_token_id != source.image_token_id or num_tokens < source.vocab_size:
         raise ConfigError(
-            f"{given} has {num_tokens} tokens, image token {config.image_token_id}; the build has"
+            f"{path} has {num_tokens} tokens, image token {config.image_token_id}; the build has"
             f" {source.vocab_size} and {source.image_token_id}: use the model's own tokenizer"
         )
-    own_video = getattr(config, "video_token_id", None)
-    if None not in (own_video, source.video_token_id) and own_video != source.video_token_id:
+    video = getattr(config, "video_token_id", None)
+    if None not in (video, source.video_token_id) and video != source.video_token_id:
         raise ConfigError(
-            f"{given} has the video token {own_video}; the build has {source.video_token_id}: use"
+            f"{path} has the video token {video}; the build has {source.video_token_id}: use"
             " the model's own tokenizer"
         )
     takes = _IMAGES[name](config)
     cut = {key: getattr(source.model.vision, key) for key in takes}
     if takes != cut:
-        own, other = (
+        needed, built = (
             ", ".join(f"{key} {value}" for key, value in sizes.items()) for sizes in (takes, cut)
         )
         raise ConfigError(
-            f"{given} takes images of {own}; the build, for {source.model.name}, has {other}:"
+            f"{path} takes images of {needed}; the build, for {source.model.name}, has {built}:"
             " build with a preset of this model"
         )
 
@@ -214,7 +207,8 @@ def _qwen_vl_images(config: Any) -> dict[str, Any]:
 
 
 def _anyres_images(config: Any) -> dict[str, Any]:
-    vision, limit = config.vision_config, getattr(config, "vision_aspect_ratio", None)
+    vision = config.vision_config
+    limit = getattr(config, "vision_aspect_ratio", None)
     return {
         "image_size": vision.image_size,
         "vit_patch_size": vision.patch_size,

@@ -118,7 +118,10 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
                 f"--config {config}: the model tiny has none; give --model {', '.join(RULES)}"
             )
         stack = make_tiny_vlm(preset, source.vocab_size, source.image_token_id)
-        return PipelineModel(stack=stack, preset=_tiny_preset(preset, source.vocab_size))
+        tiny = load_model(TINY)
+        assert tiny.llm is not None  # a preset of ours
+        llm = replace(tiny.llm, vocab_size=source.vocab_size)
+        return PipelineModel(stack=stack, preset=replace(preset, vit=tiny.vit, llm=llm))
     whole = read_model(name, config, source)
     stack = from_transformers(whole)
     return PipelineModel(stack=stack, preset=preset_from_model(whole, stack, preset), whole=whole)
@@ -130,26 +133,21 @@ def kinds_text(names: Sequence[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def _tiny_preset(preset: ModelPreset, vocab_size: int) -> ModelPreset:
-    """A build's preset with the sizes of the tiny model."""
-    tiny = load_model(TINY)
-    assert tiny.llm is not None  # a preset of ours
-    return replace(preset, vit=tiny.vit, llm=replace(tiny.llm, vocab_size=vocab_size))
-
-
-def _model_name(given: str | None, config: Path | None, preset: ModelPreset) -> str:
-    """The given model, else the config's or the build's.
+def _model_name(option: str | None, config: Path | None, preset: ModelPreset) -> str:
+    """The model of the option, else the config's or the build's.
 
     ConfigError if images do not fit (tiny checks its own).
     """
     fitting = [name for name, rule in RULES.items() if isinstance(preset.vision, rule)]
     kind = _type_in(config)
-    default = kind if kind in fitting else next((own for own in TINY_KINDS if own in fitting), "")
-    name = given or (TINY if preset.name == TINY else default)
+    default = (
+        kind if kind in fitting else next((tiny for tiny in TINY_KINDS if tiny in fitting), "")
+    )
+    name = option or (TINY if preset.name == TINY else default)
     if not name or (name != TINY and not isinstance(preset.vision, RULES[name])):
         raise ConfigError(
             f"the build is for {preset.name}, whose images are not cut for"
-            f" {given or ', '.join(MODELS)}: build with a preset of the model to train"
+            f" {option or ', '.join(MODELS)}: build with a preset of the model to train"
         )
     return name
 
@@ -160,7 +158,7 @@ def _type_in(config: Path | None) -> str | None:
         return None
     try:
         text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
-        found = json.loads(text)
+        content = json.loads(text)
     except (OSError, ValueError):
         return None  # reading the model says why
-    return found.get("model_type") if isinstance(found, dict) else None
+    return content.get("model_type") if isinstance(content, dict) else None

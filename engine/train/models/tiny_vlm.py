@@ -51,10 +51,10 @@ class TinyBlock(nn.Module):
             attended = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
             return attended.flatten(1, 2).transpose(0, 1).flatten(1)
         parts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
-        each = [
+        outputs = [
             functional.scaled_dot_product_attention(*part, is_causal=self.causal) for part in parts
         ]
-        return torch.cat([v[:, :0], *each], dim=1).transpose(0, 1).flatten(1)
+        return torch.cat([v[:, :0], *outputs], dim=1).transpose(0, 1).flatten(1)
 
 
 def _rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -122,7 +122,8 @@ class TinyTokenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, image_token_id: int) -> None:
         super().__init__()
-        self.embed, self.image_token_id = nn.Embedding(vocab_size, WIDTH), image_token_id
+        self.embed = nn.Embedding(vocab_size, WIDTH)
+        self.image_token_id = image_token_id
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """features (tiles * 4, LLM width) -> hidden (tokens, LLM width)."""

@@ -81,9 +81,9 @@ class CapTrial:
         return self.num_groups * other.num_samples / max(other.num_groups * self.num_samples, 1) - 1
 
 
-def least(found: Iterable[CapTrial]) -> CapTrial:
+def best_trial(tried: Iterable[CapTrial]) -> CapTrial:
     """The best caps: least predicted time (to `CHANCE`), fewest groups (to `FREE`), smallest."""
-    trials = list(found)
+    trials = list(tried)
     times = [trial.ms_per_sample for trial in trials if trial.ms_per_sample is not None]
     if len(times) == len(trials):
         bound = min(times) * (1 + CHANCE)
@@ -112,7 +112,9 @@ class Trials:
         predictor: Predictor | None,
         seed: int,
     ) -> None:
-        self._group, self._predictor, self._seed = group, predictor, seed
+        self._group = group
+        self._predictor = predictor
+        self._seed = seed
         self._part = self._whole = counts.take(_draw(rows, CONFIRM_SAMPLES, seed))
         if len(rows) > SEARCH_SAMPLES:
             self._part = counts.take(_draw(rows, SEARCH_SAMPLES, seed))
@@ -121,24 +123,16 @@ class Trials:
     def at(self, limits: Limits, *, on_all: bool = False) -> CapTrial:
         """Group the drawn part, or all samples, under these caps."""
         key = limits, on_all or self._part is self._whole
-        if key not in self._tried:
-            self._tried[key] = self._measured(self._whole if on_all else self._part, limits)
-        return self._tried[key]
-
-    def results(self, *, on_all: bool) -> tuple[CapTrial, ...]:
-        """Trials on the drawn part, or on all samples, smallest caps first."""
-        on_all = on_all or self._part is self._whole
-        found = [trial for (_, on), trial in self._tried.items() if on == on_all]
-        return tuple(sorted(found, key=_size))
-
-    def _measured(self, counts: Counts, limits: Limits) -> CapTrial:
+        if key in self._tried:
+            return self._tried[key]
+        counts = self._whole if on_all else self._part
         vision, tokens = limits.vision_load(counts), counts.seq_len
         rows = np.flatnonzero(vision <= limits.max_vision)  # a given cap may be below the largest
         loads = vision[rows], tokens[rows]
         groups = self._group(*loads, limits)
         groups = Groups(rows[groups.samples], groups.offsets)
         ms_per_sample, waiting = self._times(groups, counts, limits)
-        return CapTrial(
+        self._tried[key] = CapTrial(
             limits=limits,
             num_samples=len(rows),
             num_groups=len(groups),
@@ -147,6 +141,13 @@ class Trials:
             ms_per_sample=ms_per_sample,
             waiting=waiting,
         )
+        return self._tried[key]
+
+    def results(self, *, on_all: bool) -> tuple[CapTrial, ...]:
+        """Trials on the drawn part, or on all samples, smallest caps first."""
+        on_all = on_all or self._part is self._whole
+        trials = [trial for (_, on), trial in self._tried.items() if on == on_all]
+        return tuple(sorted(trials, key=_size))
 
     def _times(
         self, groups: Groups, counts: Counts, limits: Limits
@@ -154,11 +155,11 @@ class Trials:
         """(GPU-ms per sample, share of waiting): in random order, a group per rank and step."""
         if self._predictor is None or not len(groups):
             return None, None
-        each = self._predictor.groups_ms(counts, groups)
+        times = self._predictor.groups_ms(counts, groups)
         dp = min(TRIAL_DP, len(groups))
         # idle ranks cost time too
-        total = dp * epoch_ms(each[random_permutation(len(groups), self._seed, STORED)], dp)
-        return total / len(groups.samples), 1 - float(each.sum()) / total
+        total = dp * epoch_ms(times[random_permutation(len(groups), self._seed, STORED)], dp)
+        return total / len(groups.samples), 1 - float(times.sum()) / total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +186,7 @@ class CapSearch:
         return int(self.vision.max(initial=0))
 
     def caps(self, q_t: int, q_v: int) -> Limits:
-        """`caps_of` in this search's unit."""
+        """Caps with OmniBal's filter targets, in this search's unit."""
         return caps_of(q_t, q_v, self.vision_unit)
 
     def never_binds(self, q_t: int) -> int:
@@ -194,10 +195,6 @@ class CapSearch:
         sum(vision) <= max(vision / tokens) * sum(tokens), and a group has at most Q_t tokens.
         """
         return int((self.vision * q_t // np.maximum(self.tokens, 1)).max(initial=0))
-
-    def without_cap(self, q_t: int) -> CapTrial:
-        """The trial that shows what a vision cap costs."""
-        return self.under(q_t, None)
 
     def under(self, q_t: int, max_vision: int | None) -> CapTrial:
         """The trial of Q_t with this vision cap; None: one that never binds."""
@@ -221,18 +218,18 @@ class CapSearch:
                 f" {self.caps(1, 0).unit}, but the longest sample has {self.longest:,};"
                 " give more memory, or a max_seq_len that rejects the longest samples"
             )
-        most = self.memory.most_vision(self.longest)
+        limit = self.memory.most_vision(self.longest)
         never = max(never, least_vision)
-        low, high = least_vision, never if most is None else min(most, never)
+        low, high = least_vision, never if limit is None else min(limit, never)
         if max_vision is not None or high <= low:
             return [self._split(low)]
-        found: dict[int, CapTrial] = {}
+        trials: dict[int, CapTrial] = {}
         for most_tries in SPLITS:
             tries = _spread(low, high, most_tries)
-            found |= {q_v: self.trials.at(self._split(q_v)) for q_v in tries}
-            best = tries.index(min(tries, key=lambda q_v: found[q_v].groups_per_sample))
+            trials |= {q_v: self.trials.at(self._split(q_v)) for q_v in tries}
+            best = tries.index(min(tries, key=lambda q_v: trials[q_v].groups_per_sample))
             low, high = tries[max(best - 1, 0)], tries[min(best + 1, len(tries) - 1)]
-        return [trial.limits for trial in sorted(found.values(), key=_by_groups)]
+        return [trial.limits for trial in sorted(trials.values(), key=_by_groups)]
 
     def _split(self, q_v: int) -> Limits:
         by_memory = self.most_tokens if self.memory is None else self.memory.most_tokens(q_v)
@@ -240,21 +237,22 @@ class CapSearch:
 
     def best(self, splits: Sequence[Limits], max_vision: int | None) -> CapTrial:
         """The best of the smallest free cap, its neighbours, and the next split, on all samples."""
-        q_t, most = splits[0].max_seq_len, splits[0].max_vision
-        q_v = self._smallest_free(q_t, most) if max_vision is None else max_vision
-        step = max(1, (most - self.largest) // SEARCH_CAPS)
-        low, high = min(self.largest, q_v), max(most, q_v)
+        q_t, max_q_v = splits[0].max_seq_len, splits[0].max_vision
+        q_v = self._smallest_free(q_t, max_q_v) if max_vision is None else max_vision
+        step = max(1, (max_q_v - self.largest) // SEARCH_CAPS)
+        low, high = min(self.largest, q_v), max(max_q_v, q_v)
         mean = int(self.vision.sum()) * q_t / max(1, int(self.tokens.sum()))
         near = {q_v - step, q_v, q_v + step, *(math.ceil(mean * factor) for factor in TIGHT)}
         caps = [self.caps(q_t, q) for q in sorted(near) if low <= q <= high]
         tried = [self.trials.at(limits, on_all=True) for limits in [*caps, *splits[1:2]]]
         if max_vision is not None:
             return self.trials.at(self.caps(q_t, max_vision), on_all=True)
-        return least(tried)
+        return best_trial(tried)
 
-    def _smallest_free(self, q_t: int, most: int) -> int:
+    def _smallest_free(self, q_t: int, max_q_v: int) -> int:
         """The smallest vision cap that costs no groups, by bisection: larger caps need no more."""
-        free, caps = self.trials.at(self.caps(q_t, most)), _spread(self.largest, most, SEARCH_CAPS)
+        free = self.trials.at(self.caps(q_t, max_q_v))
+        caps = _spread(self.largest, max_q_v, SEARCH_CAPS)
         first, last = 0, len(caps) - 1
         while first < last:
             middle = (first + last) // 2
@@ -265,22 +263,22 @@ class CapSearch:
         return caps[first]
 
 
-def best_targets(trials: Trials, found: CapTrial) -> CapTrial:
+def best_targets(trials: Trials, start: CapTrial) -> CapTrial:
     """The best targets of ISF's filter for these caps: powers of two, then around the best."""
-    q_t, q_v = found.limits.max_seq_len, found.limits.max_vision
+    q_t, q_v = start.limits.max_seq_len, start.limits.max_vision
     # a target above the cap is out of reach: only tokens count then
     visions = sorted({max(q_v, 1), q_v + 1, max(q_v - max(q_v // 16, 1), 1)})
     slacks = [1 << power for power in range(4, 12) if 1 << power <= q_t // 4]
     pairs = [(slack, vision) for slack in slacks for vision in visions]
-    tried = [trials.at(_targets(found.limits, slack, vision)) for slack, vision in pairs]
+    tried = [trials.at(_targets(start.limits, slack, vision)) for slack, vision in pairs]
     if not tried:
-        return found
+        return start
     best = min(tried, key=_by_groups).limits
     finer = [(q_t - best.min_seq_len) * eighths // 8 for eighths in (5, 6, 7, 10, 12, 14)]
     tried += [trials.at(_targets(best, slack, best.min_vision)) for slack in finer]
     best_few = sorted(tried, key=_by_groups)[:3]
     chosen = min((trials.at(t.limits, on_all=True) for t in best_few), key=_by_groups)
-    return chosen if chosen.extra_groups(found) < -WORTHWHILE else found
+    return chosen if chosen.extra_groups(start) < -WORTHWHILE else start
 
 
 def _targets(limits: Limits, slack: int, min_vision: int) -> Limits:
@@ -293,20 +291,20 @@ _size = attrgetter(
 )
 
 
-def _spread(low: int, high: int, most: int) -> list[int]:
-    """Whole numbers from `low` to `high`, evenly spread; all if at most `most` + 1.
+def _spread(low: int, high: int, count: int) -> list[int]:
+    """Whole numbers from `low` to `high`, evenly spread; all if at most `count` + 1.
 
     >>> _spread(3, 6, 16), _spread(0, 100, 4)
     ([3, 4, 5, 6], [0, 25, 50, 75, 100])
     """
-    numbers = np.linspace(low, high, min(high - low, most) + 1).astype(np.int64)
+    numbers = np.linspace(low, high, min(high - low, count) + 1).astype(np.int64)
     return [int(number) for number in np.unique(numbers)]
 
 
-def _draw(rows: IntArray, most: int, seed: int) -> IntArray:
-    """At most so many of the rows; with repetition, so that the cost does not grow with them."""
-    if len(rows) <= most:
+def _draw(rows: IntArray, count: int, seed: int) -> IntArray:
+    """Draw so many rows at most; with repetition, so that the cost does not grow with them."""
+    if len(rows) <= count:
         return rows
     # raw bits: NumPy keeps these the same in all versions
-    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(most)
+    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
     return rows[(bits % np.uint64(len(rows))).astype(np.int64)]

@@ -1,15 +1,21 @@
 """The default grouping: complete each group with the samples that fit best.
 
 ISF fills groups in random order and filters. Here the sample or pair that fills a group best
-completes it (`balance.grouping._best_fit_kernel`); then the worst groups, and a few others, are
-made again, round after round, wherever that takes no more groups (ruin and recreate: Schrimpf et
-al. 2000). A part of the samples tells how to weigh the caps, and which go first (`FitStrategy`).
+completes it (`run_pass`); then the worst groups, and a few others, are made again, round after
+round, wherever that takes no more groups (ruin and recreate: Schrimpf et al. 2000). A part of the
+samples tells how to weigh the caps, and which go first (`FitStrategy`).
 
 AI2D + ChartQA (30,730 samples, 4,096 tokens): at 15 patches 7,967 groups in .1 s, where the bound
 is 7,939 and 50 ISF iterations give 8,064; from 10 to 16 patches within .4 % of the bound. Large
 sets are grouped in windows drawn evenly from all samples; what a window cannot complete goes into
 the next. 1.2 million samples take .25 s, 100 million 22 s and, held as uint8 and uint16, 1.4 GB
-with the result. Pure: the same loads and seed give the same groups on every machine.
+with the result. Pure, in integers alone: the same groups on every machine. What makes a pass fast:
+
+- a sample's loads are one number (`balance.grouping.resources`): one subtraction says if it fits;
+- a sample's `score` is a weighted sum of its loads. Samples are ranked by descending score, so the
+  sample that fills a group best is found in a table of score buckets, and samples that are gone are
+  skipped by a union-find;
+- samples are one array of records: numba counts references to every array of a tuple, per call.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,25 +23,28 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from operator import mul
+from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from isobatch.balance.grouping._best_fit_kernel import FillRules, run_pass
+from isobatch.balance.grouping.isf import shuffle
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
+from isobatch.balance.radix_sort import counting_sort
 from isobatch.balance.rng import GROUPS, random_bits
 from isobatch.common.types import Groups, IntArray, Limits, index_dtype
 
 DEFAULT_ROUNDS = 60
 """AI2D + ChartQA, 15 patches: 7,982 groups by 6 rounds, 7,975 by 20, 7,967 by 60, 7,964 by 600."""
 WINDOW_SAMPLES = 1 << 15
-"""Enough for exact fits, and few enough for the second-level cache."""
+"""Samples of a window: enough for exact fits, few enough for the second-level cache."""
 WINDOW_GROUPS = 512
 """Groups that a window makes at least, so that the few that it cannot complete do not count."""
 PASSED_ON = 8
 """1 / share of a window's samples, and of its groups, the worst, that go into the next window."""
 TRIAL_SAMPLES, TRIAL_ROUNDS, FINALISTS = 1 << 12, 6, 2
-"""All strategies are tried on so many samples, the best two of them on a window."""
+"""Samples and rounds of a trial of all strategies; how many of them are tried on a window."""
 LEAST_SHARE = 0.02
 """Share of the groups, the worst, that a round dissolves at least, and as many at random."""
 ACTIVE = 0.5
@@ -46,6 +55,40 @@ BUCKET_BITS = 12
 """A table of 4,096 buckets stays in the first-level cache."""
 FIRST_TOLERANCE = 1 << 10
 """Score that a complete group may lack, to begin with: one token of 4,096."""
+
+
+LOOKAHEAD = 16
+"""Next samples in order, from which a group chooses."""
+PROBES = 16
+"""Distinct samples that a search looks at before it gives up. Twice the time and no gain with 64,
+but up to 4 % fewer groups where two unrelated caps bind.
+"""
+MAX_TRIES = 2
+"""Pairs that are tried to complete a group; 8 save less than .1 % of the groups."""
+ADAPT = 4
+"""The tolerance moves by 1/16 per group."""
+
+_RANKS = [("after", np.int32), ("next_left", np.int32)]
+SAMPLE = np.dtype([("packed", np.uint64), ("score", np.int32), *_RANKS], align=True)
+"""A sample in a pool, by rank. `after`: the rank after all samples equal to it. `next_left`:
+union-find; a sample that is left points to itself, one that is gone to a later rank.
+"""
+
+
+class FillRules(NamedTuple):
+    """What a group may hold and how it is filled."""
+
+    cap: np.uint64
+    """All caps, packed, with the guard bits set."""
+    guard: np.uint64
+    cap_score: int
+    """Score of a group that is full in every resource that counts."""
+    bucket_shift: int
+    """Samples are found by score in buckets of 2 ** bucket_shift scores."""
+    seed_largest: bool
+    """A group begins with the largest sample left; else with the one that has waited longest."""
+    greedy: bool
+    """The next member is the largest that fits; else the oldest, while two more may still fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +109,23 @@ class FitStrategy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _WindowGroups:
     """Groups of one window: group g holds the next `sizes[g]` of `samples`."""
 
     samples: IntArray
     sizes: NDArray[np.int32]
     slacks: NDArray[np.int32]
     """Score that each lacks to be full in every resource that its strategy weighs."""
-    left: IntArray
+    rest: IntArray
     """Samples that are in no group."""
     tolerance: int
 
-    def split(self, dissolved: NDArray[np.bool_]) -> "tuple[_Made, IntArray]":
+    def split(self, dissolved: NDArray[np.bool_]) -> "tuple[_WindowGroups, IntArray]":
         """The groups that stay, and the samples of those that are dissolved."""
-        moves, stays = np.repeat(dissolved, self.sizes), ~dissolved
-        kept = self.samples[~moves], self.sizes[stays], self.slacks[stays]
-        return _Made(*kept, self.left, self.tolerance), self.samples[moves]
+        moves = np.repeat(dissolved, self.sizes)
+        stays = ~dissolved
+        staying = self.samples[~moves], self.sizes[stays], self.slacks[stays]
+        return _WindowGroups(*staying, self.rest, self.tolerance), self.samples[moves]
 
     def worst(self, count: int) -> NDArray[np.bool_]:
         """Which are the `count` groups with the most slack; fewer, if several tie for the last."""
@@ -111,40 +155,44 @@ def group_best_fit(
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
     [[0, 3], [1], [2]]
     """
-    return _group(PackedLoads.of(resources_of(vision, tokens, limits, also)), seed, rounds)
-
-
-def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
+    packing = PackedLoads.of(resources_of(vision, tokens, limits, also))
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}; give 0 or more")
-    num_samples = len(packing.resources[0].load)
+    num_samples = len(tokens)
     if num_samples == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-    num_windows = _num_windows(packing)
-    rounds, draw = rounds // num_windows, _draw(num_samples, num_windows, seed)
+    by_samples = num_samples // WINDOW_SAMPLES
+    num_windows = max(1, min(by_samples, _fewest(packing) // WINDOW_GROUPS))
+    rounds = rounds // num_windows
+    draw = _draw(num_samples, num_windows, seed)
     strategy = _best_strategy(packing, draw(0), seed, rounds)
     samples = np.empty(num_samples, index_dtype(num_samples))
-    sizes, done = [np.zeros(1, np.int32)], 0
-    left, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
+    sizes = [np.zeros(1, np.int32)]
+    done = 0
+    rest = np.empty(0, np.int64)
+    tolerance = FIRST_TOLERANCE
     for number in range(num_windows):
-        window = np.concatenate([left, draw(number)])
+        window = np.concatenate([rest, draw(number)])
         if number == num_windows - 1:
-            made = _make_well(packing, strategy, window, seed, number, rounds)
+            groups = _make_well(packing, strategy, window, seed, number, rounds)
         else:
             # the next window gets the samples that are left and those of the worst groups
-            keep, bits = len(window) // PASSED_ON, _bits(seed, number)
-            made = _make(packing, strategy, window, bits, tolerance, keep)
-            made, weak = made.split(made.worst(len(made.sizes) // PASSED_ON))
-            left, tolerance = np.concatenate([made.left, weak]), made.tolerance
-        samples[done : done + len(made.samples)] = made.samples
-        done += len(made.samples)
-        sizes.append(made.sizes)
+            keep = len(window) // PASSED_ON
+            bits = _bits(seed, number)
+            groups = _make(packing, strategy, window, bits, tolerance, keep)
+            groups, weak = groups.split(groups.worst(len(groups.sizes) // PASSED_ON))
+            rest = np.concatenate([groups.rest, weak])
+            tolerance = groups.tolerance
+        samples[done : done + len(groups.samples)] = groups.samples
+        done += len(groups.samples)
+        sizes.append(groups.sizes)
     return Groups(samples, np.cumsum(np.concatenate(sizes), dtype=np.int64))
 
 
 def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: int) -> FitStrategy:
-    """Of the two that make the fewest groups of a part of all samples, the better on a window."""
-    num_samples, rounds = len(packing.resources[0].load), min(rounds, TRIAL_ROUNDS)
+    """The better on a window of the two that make the fewest groups of a part of all samples."""
+    num_samples = len(packing.resources[0].load)
+    rounds = min(rounds, TRIAL_ROUNDS)
     trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
 
     def num_groups(strategy: FitStrategy, samples: IntArray) -> int:
@@ -155,7 +203,7 @@ def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: in
 
 
 def _all_strategies(packing: PackedLoads) -> list[FitStrategy]:
-    """Each scarce resource alone or all weighed equally, with three ways to choose samples."""
+    """Strategies for each scarce resource alone and for all equally, with three ways to choose."""
     caps = [resource.cap for resource in packing.resources]
     needs = [total / max(cap, 1) for total, cap in zip(_sums(packing), caps, strict=True)]
     active = [f for f, need in enumerate(needs) if caps[f] and need >= ACTIVE * max(needs)]
@@ -184,11 +232,6 @@ def _strategy(
     return FitStrategy(weights=weights, rules=rules)
 
 
-def _num_windows(packing: PackedLoads) -> int:
-    by_samples = len(packing.resources[0].load) // WINDOW_SAMPLES
-    return max(1, min(by_samples, _fewest(packing) // WINDOW_GROUPS))
-
-
 def _draw(num_samples: int, num_windows: int, seed: int) -> Callable[[int], IntArray]:
     """Window number -> its samples, int64: one of each `num_windows` consecutive ones.
 
@@ -215,13 +258,14 @@ def _make(
     bits: NDArray[np.uint64],
     tolerance: int,
     keep: int = 0,
-) -> _Made:
+) -> _WindowGroups:
     """Groups of the samples of a window, one pass, until at most `keep` samples are left."""
     loads = packing.pack(window), strategy.scores(packing, window)
     places, ends, slacks, tolerance = run_pass(*loads, strategy.rules, bits[0], tolerance, keep)
-    grouped, members = int(ends[-1]) if len(ends) else 0, window[places]
+    grouped = int(ends[-1]) if len(ends) else 0
+    members = window[places]
     sizes = np.diff(ends, prepend=np.int32(0))
-    return _Made(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
+    return _WindowGroups(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
 
 
 def _make_well(
@@ -231,31 +275,31 @@ def _make_well(
     seed: int,
     number: int,
     rounds: int,
-) -> _Made:
+) -> _WindowGroups:
     """Groups of all samples of a window: each round makes the worst again, unless that is worse.
 
     Rounds dissolve 2/3, 2/4, 2/5, ... of the groups. Of as many groups, those are better whose
     slack is less even: some full, and some with much left.
     """
-    made = _make(packing, strategy, window, _bits(seed, number), FIRST_TOLERANCE)
+    groups = _make(packing, strategy, window, _bits(seed, number), FIRST_TOLERANCE)
     fewest = _fewest(packing, window)
     for turn in range(1, rounds + 1):
-        if len(made.sizes) <= fewest:
+        if len(groups.sizes) <= fewest:
             break
         # dissolve the worst groups, and a few at random
-        num_random = 1 + int(len(made.sizes) * LEAST_SHARE)
+        num_random = 1 + int(len(groups.sizes) * LEAST_SHARE)
         bits = _bits(seed, number, turn, 1 + num_random)
-        dissolved = made.worst(max(num_random, 2 * len(made.sizes) // (2 + turn)))
-        dissolved[(bits[1:] % np.uint64(len(made.sizes))).astype(np.int64)] = True
+        dissolved = groups.worst(max(num_random, 2 * len(groups.sizes) // (2 + turn)))
+        dissolved[(bits[1:] % np.uint64(len(groups.sizes))).astype(np.int64)] = True
         # make groups of their samples, and keep these unless they are worse
-        stays, loose = made.split(dissolved)
-        again = _make(packing, strategy, loose, bits, made.tolerance)
-        if _value(again.slacks) >= _value(made.slacks[dissolved]):
+        stays, loose = groups.split(dissolved)
+        again = _make(packing, strategy, loose, bits, groups.tolerance)
+        if _value(again.slacks) >= _value(groups.slacks[dissolved]):
             samples = np.concatenate([stays.samples, again.samples])
             sizes = np.concatenate([stays.sizes, again.sizes])
             slacks = np.concatenate([stays.slacks, again.slacks])
-            made = _Made(samples, sizes, slacks, made.left, again.tolerance)
-    return made
+            groups = _WindowGroups(samples, sizes, slacks, groups.rest, again.tolerance)
+    return groups
 
 
 def _value(slacks: NDArray[np.int32]) -> tuple[int, int]:
@@ -271,3 +315,183 @@ def _fewest(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> in
 
 def _sums(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> list[int]:
     return [int(r.load[samples].sum(dtype=np.int64)) for r in packing.resources]
+
+
+# --- one pass over a window ---
+
+
+@numba.njit(cache=True, nogil=True)
+def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-untyped-def]
+    """Make groups until at most `keep` samples are left; -> (places, ends, slacks, tolerance).
+
+    `packed` (uint64) and `score` (int32) describe the samples, `state` seeds their order. `places`
+    (int32) holds all samples, group after group, then those left; `ends` is where each group ends
+    in it, `slacks` how much score each lacks to the caps. `tolerance`, the slack at which a group
+    is complete, follows the data: it falls with every group completed within it, else rises.
+    """
+    # the samples by rank, and a random order in which they come up
+    by_rank = np.arange(len(packed)).astype(np.int32)
+    by_rank = counting_sort(by_rank, (score.max() - score).astype(np.uint32))
+    pool = _make_pool(packed, score, by_rank)
+    buckets = _make_buckets(pool, rules)
+    order = np.arange(len(packed)).astype(np.int32)
+    shuffle(order, state)
+    # group after group
+    places = np.empty(len(packed), np.int32)
+    ends, slacks = np.empty(len(packed), np.int32), np.empty(len(packed), np.int32)
+    num_groups, size, head = 0, 0, 0
+    while len(packed) - size > keep:
+        head = _next_in_order(pool, order, head)
+        ahead = order[head : head + LOOKAHEAD]
+        size, slack, hit = _make_group(pool, buckets, ahead, rules, places, (size, tolerance))
+        tolerance += -(tolerance >> ADAPT) if hit else (tolerance >> ADAPT) + 1
+        ends[num_groups], slacks[num_groups] = size, slack
+        num_groups += 1
+    # what is left
+    for rank in range(len(packed)):
+        if pool[rank].next_left == rank:
+            places[size] = rank
+            size += 1
+    return by_rank[places], ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
+
+
+@numba.njit(cache=True)
+def _make_pool(packed, score, by_rank):  # type: ignore[no-untyped-def]
+    """The samples by rank, all left, and a last record that is never gone: every search ends."""
+    num_samples = len(packed)
+    pool = np.empty(num_samples + 1, SAMPLE)
+    pool[num_samples].next_left = num_samples
+    for rank in range(num_samples - 1, -1, -1):
+        sample = pool[rank]
+        sample.packed, sample.score = packed[by_rank[rank]], score[by_rank[rank]]
+        sample.next_left = rank
+        same = rank + 1 < num_samples and sample.packed == pool[rank + 1].packed
+        sample.after = pool[rank + 1].after if same else rank + 1
+    return pool
+
+
+@numba.njit(cache=True)
+def _make_buckets(pool, rules):  # type: ignore[no-untyped-def]
+    """First rank whose score is not above those of each bucket."""
+    buckets = np.empty((rules.cap_score >> rules.bucket_shift) + 1, np.int32)
+    rank = 0
+    for bucket in range(len(buckets) - 1, -1, -1):
+        while rank < len(pool) - 1 and pool[rank].score >> rules.bucket_shift > bucket:
+            rank += 1
+        buckets[bucket] = rank
+    return buckets
+
+
+@numba.njit(cache=True)
+def _next_in_order(pool, order, head):  # type: ignore[no-untyped-def]
+    """Close the gaps among the next `LOOKAHEAD` samples from `head` on; -> place of the oldest."""
+    write = min(head + LOOKAHEAD, len(order))
+    for place in range(write - 1, head - 1, -1):
+        rank = order[place]
+        if pool[rank].next_left == rank:
+            write -= 1
+            order[write] = rank
+    while pool[order[write]].next_left != order[write]:
+        write += 1
+    return write
+
+
+@numba.njit(cache=True)
+def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[no-untyped-def]
+    """One group, from the oldest sample ahead; `progress` is (size of `places`, tolerance).
+
+    -> (new size of `places`, slack, whether completed within the tolerance)
+    """
+    size, tolerance = progress
+    none = len(pool) - 1
+    smallest = pool[none - 1].score
+    free, slack, hit = rules.cap, rules.cap_score, False
+    add, other = _left_from(pool, 0 if rules.seed_largest else ahead[0]), none
+    while add < none:
+        # take the one or two samples that were chosen
+        for rank in (add, other):
+            if rank < none:
+                pool[rank].next_left = rank + 1
+                places[size] = rank
+                size += 1
+                free, slack = free - pool[rank].packed, slack - pool[rank].score
+        add, other = none, none
+        if slack < smallest:
+            break
+        # a sample that completes the group, else a pair, else the next member
+        one = _largest_that_fits(pool, buckets, rules, free, slack, -1)
+        if one < none and slack - pool[one].score <= tolerance:
+            add = one
+            hit = True
+            continue
+        add, other = _completing_pair(pool, buckets, ahead, rules, (free, slack), tolerance)
+        if add < none:
+            hit = True
+            continue
+        add = _next_member(pool, ahead, rules, free, slack, one)
+    return size, slack, hit
+
+
+@numba.njit(cache=True)
+def _next_member(pool, ahead, rules, free, slack, one):  # type: ignore[no-untyped-def]
+    """The oldest or largest sample ahead that fits; or `one`, where that is larger."""
+    largest = one
+    oldest_will_do = not rules.greedy and slack >= 2 * pool[len(pool) - 2].score
+    for rank in ahead:
+        if pool[rank].next_left == rank and (free - pool[rank].packed) & rules.guard == rules.guard:
+            if oldest_will_do:
+                return np.int64(rank)
+            largest = min(largest, rank)
+    return largest
+
+
+@numba.njit(cache=True)
+def _completing_pair(  # type: ignore[no-untyped-def]
+    pool, buckets, ahead, rules, unfilled, tolerance
+):
+    """A sample ahead and any other that together complete the group; none: past the last rank.
+
+    `unfilled` is what the group can still take: (packed, score).
+    """
+    free, slack = unfilled
+    none = len(pool) - 1
+    largest, smallest = pool[0].score, pool[none - 1].score
+    tries = MAX_TRIES if 2 * smallest <= slack <= 2 * largest else 0
+    for rank in ahead:
+        if tries == 0:
+            break
+        rest = slack - pool[rank].score
+        is_there = pool[rank].next_left == rank
+        fits = is_there and (free - pool[rank].packed) & rules.guard == rules.guard
+        if fits and smallest <= rest <= largest:
+            tries -= 1
+            other = _largest_that_fits(pool, buckets, rules, free - pool[rank].packed, rest, rank)
+            if other < none and rest - pool[other].score <= tolerance:
+                return np.int64(rank), other
+    return none, none
+
+
+@numba.njit(cache=True)
+def _largest_that_fits(pool, buckets, rules, free, slack, excluded):  # type: ignore[no-untyped-def]
+    """Rank of the largest score that is left and fits, not `excluded`; none: past the last rank."""
+    none = len(pool) - 1
+    rank = _left_from(pool, buckets[slack >> rules.bucket_shift])
+    while rank < none and pool[rank].score > slack:
+        rank = _left_from(pool, pool[rank].after)
+    for _ in range(PROBES):
+        if rank == excluded:
+            rank = _left_from(pool, rank + 1)
+        if rank == none or (free - pool[rank].packed) & rules.guard == rules.guard:
+            return rank
+        rank = _left_from(pool, pool[rank].after)
+    return none
+
+
+@numba.njit(cache=True)
+def _left_from(pool, rank):  # type: ignore[no-untyped-def]
+    """The first rank from `rank` on that is left (union-find with path halving)."""
+    rank = np.int64(rank)
+    while pool[rank].next_left != rank:
+        pool[rank].next_left = pool[pool[rank].next_left].next_left
+        rank = np.int64(pool[rank].next_left)
+    return rank

@@ -47,16 +47,17 @@ def cap_lines(choice: LimitChoice, names: CapNames | None = None) -> list[str]:
 
 def padded_lines(choice: PaddedChoice, names: CapNames) -> list[str]:
     """The same of caps for padded batches."""
-    limits, rule = choice.limits, f"{choice.multiple:.3g} x the longest sample"
+    limits = choice.limits
+    rule = f"{choice.multiple:.3g} x the longest sample"
     if choice.tokens_given:
         rule = names.given_tokens
     vision_rule = "your max_vision" if choice.vision_given else "the least that costs no batches"
     vision = f"{limits.max_vision} {limits.unit} ({vision_rule})"
-    each = f"{choice.samples_per_batch:,.1f} samples each on average"
+    size = f"{choice.samples_per_batch:,.1f} samples each on average"
     return [
         f"caps: {limits.max_seq_len} tokens with padding ({rule}), "
         f"{vision if limits.max_vision else 'no images'}",
-        f"padded batches: {each}, {choice.fill:.1%} full of samples",
+        f"padded batches: {size}, {choice.fill:.1%} full of samples",
     ]
 
 
@@ -72,13 +73,14 @@ def _groups_line(choice: LimitChoice, names: CapNames) -> str:
 
 
 def _size_figures(trial: CapTrial) -> str:
-    each = trial.num_samples / max(trial.num_groups, 1)
-    return f"{each:,.1f} samples each on average, tokens {trial.token_fill:.1%} full"
+    mean = trial.num_samples / max(trial.num_groups, 1)
+    return f"{mean:,.1f} samples each on average, tokens {trial.token_fill:.1%} full"
 
 
 def _why_line(vision: VisionChoice) -> str:
     """The rule of Q_v, and what smaller caps cost against none."""
-    free, chosen = vision.free, vision.part.limits.max_vision
+    free = vision.free
+    chosen = vision.part.limits.max_vision
     if vision.is_given and chosen >= free.limits.max_vision:
         return " (your max_vision): it never binds"
     price = vision.part.extra_groups(free)
@@ -110,12 +112,13 @@ def _prediction_line(vision: VisionChoice) -> str:
     return f"{text}, {_signed(min(others))} to {_signed(max(others))} with other vision caps"
 
 
-def _compared_line(found: CapTrial, tried: Sequence[CapTrial]) -> str:
+def _compared_line(best: CapTrial, tried: Sequence[CapTrial]) -> str:
     """Groups, fill and predicted time of the chosen vision cap and of its nearest neighbours."""
-    same, cap = _same(found, tried), found.limits.max_vision
+    same = _same(best, tried)
+    cap = best.limits.max_vision
     below = [c for c in same if c.limits.max_vision < cap][-1:]
     above = [c for c in same if c.limits.max_vision > cap][:1]
-    return "; ".join(map(_figures, [found, *below, *above]))
+    return "; ".join(map(_figures, [best, *below, *above]))
 
 
 def _targets_line(best: CapTrial, vision: VisionChoice) -> str:
@@ -133,9 +136,9 @@ def _targets_line(best: CapTrial, vision: VisionChoice) -> str:
     return f"{begin}: {saved} groups against OmniBal's (Q_t - {slack}, Q_v)"
 
 
-def _same(found: CapTrial, tried: Sequence[CapTrial]) -> list[CapTrial]:
-    """Trials that differ from `found` in the vision cap alone, smallest first, and `found`."""
-    tokens = found.limits.max_seq_len, found.limits.min_seq_len
+def _same(trial: CapTrial, tried: Sequence[CapTrial]) -> list[CapTrial]:
+    """Trials that differ from `trial` in the vision cap alone, smallest first, and `trial`."""
+    tokens = trial.limits.max_seq_len, trial.limits.min_seq_len
     same = [c for c in tried if (c.limits.max_seq_len, c.limits.min_seq_len) == tokens]
     return [c for c in same if c.limits.min_vision == max(c.limits.max_vision, 1)]
 

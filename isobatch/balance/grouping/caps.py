@@ -69,7 +69,7 @@ class GroupOptions:
     memory: ActivationBudget | None = None
     """Memory of a group's activations, shared between both caps; None: no bound."""
     grouping: str = "fit"
-    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
+    """Name of the grouping: `fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = DEFAULT_ITERATIONS
     """ISF iterations at most; `fit` has none."""
 
@@ -98,7 +98,7 @@ class LimitChoice:
     memory: ActivationBudget | None
     """The budget of the options."""
     vision: "VisionChoice | None" = None
-    """None where neither images nor a cap of them are there."""
+    """Choice of the vision cap; None where neither images nor a cap of them are there."""
 
     @property
     def trials(self) -> tuple[CapTrial, ...]:
@@ -134,9 +134,9 @@ class VisionChoice:
     targets: CapTrial
     """The trial of the chosen targets on all samples."""
     trials: tuple[CapTrial, ...]
-    """All on the drawn part, smallest caps first."""
+    """Trials on the drawn part, smallest caps first."""
     confirmed: tuple[CapTrial, ...]
-    """All on all samples."""
+    """Trials on all samples."""
     grouping: str
     predictor: str | None
     """The model and GPU that times are predicted for."""
@@ -157,24 +157,20 @@ def choose_limits(
     admit. `predictor` predicts times. Depends on the arguments alone. Raises ValueError when there
     is no sample, ConfigError when the budget cannot hold the longest or the largest one.
     """
-    max_vision, memory = options.max_vision, options.memory
-    paper = choose_limits_omnibal(
+    max_vision = options.max_vision
+    memory = options.memory
+    omnibal = partial(
+        choose_limits_omnibal,
         counts,
         vision_unit=vision_unit,
         context_len=context_len,
-        max_seq_len=options.max_seq_len,
         max_vision=max_vision,
     )
+    paper = omnibal(max_seq_len=options.max_seq_len)
     search = _make_search(counts, options, paper, context_len, predictor)
     if options.max_seq_len is None and memory is None:
         search = replace(search, most_tokens=_filling(search, context_len, max_vision))
-        paper = choose_limits_omnibal(
-            counts,
-            vision_unit=vision_unit,
-            context_len=context_len,
-            max_seq_len=search.most_tokens,
-            max_vision=max_vision,
-        )
+        paper = omnibal(max_seq_len=search.most_tokens)
     splits = search.splits(max_vision)
     rule = _token_rule(search, options, paper, context_len)
     if memory is not None and splits[0].max_seq_len < search.most_tokens:
@@ -190,15 +186,16 @@ def choose_limits(
             larger=_larger(search, limits.max_seq_len, context_len),
             memory=memory,
         )
-    found = search.best(splits, max_vision)
-    free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
+    best = search.best(splits, max_vision)
+    # what the cap costs; before the trials are listed
+    free = search.under(best.limits.max_seq_len, None)
     trials = search.trials
-    targets = best_targets(trials, found) if options.grouping == "isf" else found
+    targets = best_targets(trials, best) if options.grouping == "isf" else best
     on_part = trials.results(on_all=False)
     vision = VisionChoice(
         is_given=max_vision is not None,
         largest=search.largest,
-        part=trials.at(found.limits),
+        part=trials.at(best.limits),
         free=free,
         targets=targets,
         trials=on_part,
@@ -210,8 +207,8 @@ def choose_limits(
         limits=targets.limits,
         token_rule=rule,
         multiple=multiple,
-        best=found,
-        larger=_larger(search, found.limits.max_seq_len, context_len),
+        best=best,
+        larger=_larger(search, best.limits.max_seq_len, context_len),
         memory=memory,
         vision=vision,
     )
@@ -283,17 +280,17 @@ def _filling(search: CapSearch, context_len: int, max_vision: int | None) -> int
     """
     shortest = search.most_tokens
     mean = ABOVE * float(search.tokens.mean()) if len(search.tokens) else 0.0
-    sizes = [*(shortest * each for each in MULTIPLES), *(mean * each for each in MEANS)]
-    found: list[CapTrial] = []
+    sizes = [*(shortest * factor for factor in MULTIPLES), *(mean * factor for factor in MEANS)]
+    trials: list[CapTrial] = []
     for q_t in sorted({int(size) for size in sizes if shortest <= size <= context_len}):
         trial = search.under(q_t, max_vision)
-        if found and trial.groups_per_sample * len(search.tokens) < LEAST_GROUPS:
+        if trials and trial.groups_per_sample * len(search.tokens) < LEAST_GROUPS:
             break
-        found.append(trial)
+        trials.append(trial)
         if trial.token_fill >= FULL and trial.groups_per_sample * SEVERAL <= 1:
             return q_t
-    enough = min(max(trial.token_fill for trial in found) - FREE, FULL)
-    return next(t.limits.max_seq_len for t in found if t.token_fill >= enough)
+    enough = min(max(trial.token_fill for trial in trials) - FREE, FULL)
+    return next(t.limits.max_seq_len for t in trials if t.token_fill >= enough)
 
 
 def _token_rule(

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
 from isobatch.common.types import Groups, Limits, index_dtype
@@ -54,18 +53,13 @@ def group_isf(
         raise ValueError(f"iterations is {iterations}; ISF needs at least 1")
     packing = PackedLoads.of(resources_of(vision, tokens, limits, also))
     samples = np.arange(len(tokens), dtype=index_dtype(len(tokens)))
-    packed = _pack(packing, len(tokens))
+    # the loads of all samples, one number each, as narrow as the caps allow
+    dtype: type[np.unsignedinteger[Any]] = np.uint32 if packing.cap < 1 << 32 else np.uint64
+    packed = np.empty(len(tokens), dtype)
+    for start in range(0, len(tokens), CHUNK):
+        packed[start : start + CHUNK] = packing.pack(slice(start, start + CHUNK))
     offsets = _isf(packed, samples, _filter_of(packing), np.uint64(seed), iterations)
     return Groups(samples, offsets.astype(np.int64))
-
-
-def _pack(packing: PackedLoads, num_samples: int) -> NDArray[np.unsignedinteger[Any]]:
-    """The loads of all samples, one number each, as narrow as the caps allow."""
-    dtype: type[np.unsignedinteger[Any]] = np.uint32 if packing.cap < 1 << 32 else np.uint64
-    packed = np.empty(num_samples, dtype)
-    for start in range(0, num_samples, CHUNK):
-        packed[start : start + CHUNK] = packing.pack(slice(start, start + CHUNK))
-    return packed
 
 
 class _Filter(NamedTuple):
@@ -81,21 +75,22 @@ class _Filter(NamedTuple):
 
 def _filter_of(packing: PackedLoads) -> _Filter:
     slack = [-1 if r.target is None else min(r.cap, r.cap - r.target) for r in packing.resources]
-    near = packing.guard | packing.packed([max(left, 0) for left in slack])
-    reachable = sum(guard for guard, left in zip(packing.guards, slack, strict=True) if left >= 0)
+    near = packing.guard | packing.packed([max(lack, 0) for lack in slack])
+    reachable = sum(guard for guard, lack in zip(packing.guards, slack, strict=True) if lack >= 0)
     return _Filter(*map(np.uint64, (packing.cap, packing.guard, near, reachable)))
 
 
 @numba.njit(cache=True)
 def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-def]
-    """All iterations; sorts `samples` into the groups of the best pass; -> their offsets.
+    """Run all iterations; sorts `samples` into the groups of the best pass; -> their offsets.
 
     The groups that passed the filter come first, and only grow; what remains comes after them. So
     of the best pass only the remaining samples are copied.
     """
     # space for as many groups as samples; what is never written takes no memory
     kept_offsets = np.empty(len(samples) + 1, samples.dtype)
-    offsets, passed = np.empty_like(kept_offsets), np.empty(len(samples), np.bool_)
+    offsets = np.empty_like(kept_offsets)
+    passed = np.empty(len(samples), np.bool_)
     rest, rest_offsets = np.empty_like(samples), np.empty_like(kept_offsets)
     kept_offsets[0], offsets[0] = 0, 0
     num_kept, kept_groups, best_kept, best_kept_groups, best_rest_groups = 0, 0, 0, 0, 0
@@ -133,7 +128,9 @@ def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
     for group in range(len(offsets) - 1):
         if passed[group]:
             num_passed += offsets[group + 1] - offsets[group]
-    front, num_left, write = np.empty(num_passed, remaining.dtype), num_passed, len(remaining)
+    front = np.empty(num_passed, remaining.dtype)
+    num_left = num_passed
+    write = len(remaining)
     for group in range(len(offsets) - 2, -1, -1):
         for place in range(offsets[group + 1] - 1, offsets[group] - 1, -1):
             if passed[group]:

@@ -18,9 +18,8 @@ import numba
 import numpy as np
 
 from isobatch.balance.grouping.caps import PaddedChoice
-from isobatch.balance.grouping.window import WAITING_SHARE
+from isobatch.balance.grouping.window import WAITING_SHARE, planned_order
 from isobatch.balance.metrics import longest
-from isobatch.balance.rng import PLANNED, random_permutation
 from isobatch.common.types import Groups, IntArray, Limits
 
 FULL, SEVERAL, LEAST_BATCHES = 0.9, 2, 64
@@ -47,23 +46,27 @@ def choose_padded_limits(
     fullest; then the least vision that costs no batches.
     """
     rows = np.argsort(-tokens, kind="stable")
-    longest_one, free = max(1, int(tokens.max(initial=0))), int(vision.sum())
+    longest_one = max(1, int(tokens.max(initial=0)))
+    free = int(vision.sum())
 
     def num_batches(q_t: int, q_v: int) -> int:
         limits = _caps(q_t, q_v, vision_unit)
         return max(1, len(_cut(rows, vision[rows], tokens[rows], limits)))
 
     q_v = free if max_vision is None else max_vision
-    sizes = [max_tokens] if max_tokens else [int(each * longest_one) for each in MULTIPLES]
+    sizes = [max_tokens] if max_tokens else [int(factor * longest_one) for factor in MULTIPLES]
     numbers = {q_t: num_batches(q_t, q_v) for q_t in sizes}
     tried = [q_t for q_t in sizes if q_t == sizes[0] or numbers[q_t] >= LEAST_BATCHES]
     fills = {q_t: int(tokens.sum()) / (q_t * numbers[q_t]) for q_t in tried}
     full = [q for q in tried if fills[q] >= FULL and numbers[q] * SEVERAL <= len(rows)]
-    q_t = full[0] if full else max(tried, key=lambda each: fills[each])
+    q_t = full[0] if full else max(tried, key=lambda size: fills[size])
     if max_vision is None:
-        most = int(numbers[q_t] * (1 + FREE))
+        max_batches = int(numbers[q_t] * (1 + FREE))
         allowed = range(int(vision.max(initial=0)), free + 1)
-        q_v = allowed[bisect_left(allowed, x=True, key=lambda each: num_batches(q_t, each) <= most)]
+        costs_none = bisect_left(
+            allowed, x=True, key=lambda cap: num_batches(q_t, cap) <= max_batches
+        )
+        q_v = allowed[costs_none]
     limits = _caps(q_t, q_v, vision_unit)
     count = num_batches(q_t, q_v)
     return PaddedChoice(
@@ -101,14 +104,18 @@ def group_padded(
     over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)
     rows = rows[np.argsort(-tokens[rows], kind="stable")]
     batches = _cut(rows, vision[rows], tokens[rows], limits)
-    fills = _fills(batches, vision, tokens, limits)
+    # how far each batch is from another row: its tokens or vision, of 2**16 that it could have
+    length = longest(batches, tokens)
+    room = limits.max_seq_len // np.maximum(length, 1) * length
+    fills = np.maximum(
+        (batches.sum(tokens) << 16) // np.maximum(room, 1),
+        (batches.sum(vision) << 16) // max(1, limits.max_vision),
+    )
     count = 0 if is_last else min(math.ceil(len(batches) * WAITING_SHARE), len(batches) - 1)
     by_fill = np.argsort(fills, kind="stable")
     waiting = batches.take(by_fill[: max(0, count)]).samples
-    kept = batches.take(np.sort(by_fill[max(0, count) :]))
-    sizes = np.concatenate([kept.sizes, np.ones(len(over), np.int64)])
-    groups = Groups(np.concatenate([kept.samples, over]), np.concatenate([[0], np.cumsum(sizes)]))
-    return groups.take(random_permutation(len(groups), seed, PLANNED, *place)), waiting
+    chosen = batches.take(np.sort(by_fill[max(0, count) :]))
+    return planned_order(chosen, over, seed=seed, place=place), waiting
 
 
 def _caps(q_t: int, q_v: int, vision_unit: str) -> Limits:
@@ -126,15 +133,6 @@ def _cut(rows: IntArray, vision: IntArray, tokens: IntArray, limits: Limits) -> 
     return Groups(rows, offsets)
 
 
-def _fills(batches: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -> IntArray:
-    """How far each batch is from another row: its tokens or vision, of 2**16 that it could have."""
-    length = longest(batches, tokens)
-    room = limits.max_seq_len // np.maximum(length, 1) * length
-    fill = (batches.sum(tokens) << 16) // np.maximum(room, 1)
-    vision_fill = (batches.sum(vision) << 16) // max(1, limits.max_vision)
-    return np.asarray(np.maximum(fill, vision_fill))
-
-
 @numba.njit(cache=True, nogil=True)
 def _cheapest_cut(vision, tokens, max_vision, max_tokens):  # type: ignore[no-untyped-def]
     """Offsets of the fewest batches that fit, int64, of those with the least area.
@@ -146,7 +144,8 @@ def _cheapest_cut(vision, tokens, max_vision, max_tokens):  # type: ignore[no-un
     counts, areas = np.zeros(num_samples + 1, np.int64), np.zeros(num_samples + 1, np.int64)
     ends = np.zeros(num_samples + 1, np.int64)
     for start in range(num_samples - 1, -1, -1):
-        seen, end = 0, start
+        seen = 0
+        end = start
         while end < num_samples:
             seen += vision[end]
             end += 1

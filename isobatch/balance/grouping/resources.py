@@ -110,23 +110,19 @@ def resources_of(
         *also,
     ]
     for resource in resources:
-        _check(resource, len(tokens))
+        load, cap, name = resource.load, resource.cap, resource.name
+        if len(load) != len(tokens):
+            counted = f"{len(load)} loads of {name} but {len(tokens)} token counts"
+            raise ValueError(f"{counted}; give one of each per sample")
+        if cap < 0:
+            raise ValueError(f"the cap of {cap} {name} is negative; give 0 or more")
+        if len(load) and load.min() < 0:
+            first = int(np.argmin(load))
+            raise ValueError(f"sample {first} has {load[first]} {name}; loads are 0 or more")
+        if len(load) and load.max() > cap:
+            over = np.flatnonzero(load > cap)
+            raise ValueError(
+                f"{len(over)} samples are by themselves over the cap of {cap} {name}"
+                f" (first: sample {over[0]} with {load[over[0]]}); reject them before grouping"
+            )
     return resources
-
-
-def _check(resource: Resource, num_samples: int) -> None:
-    load, cap, name = resource.load, resource.cap, resource.name
-    if len(load) != num_samples:
-        counted = f"{len(load)} loads of {name} but {num_samples} token counts"
-        raise ValueError(f"{counted}; give one of each per sample")
-    if cap < 0:
-        raise ValueError(f"the cap of {cap} {name} is negative; give 0 or more")
-    if num_samples and load.min() < 0:
-        first = int(np.argmin(load))
-        raise ValueError(f"sample {first} has {load[first]} {name}; loads are 0 or more")
-    if num_samples and load.max() > cap:
-        over = np.flatnonzero(load > cap)
-        raise ValueError(
-            f"{len(over)} samples are by themselves over the cap of {cap} {name}"
-            f" (first: sample {over[0]} with {load[over[0]]}); reject them before grouping"
-        )

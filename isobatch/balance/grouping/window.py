@@ -43,7 +43,7 @@ def group_window(
     loads = vision[rows], tokens[rows]
 
     def keep(groups: Groups) -> Groups:
-        """All but the emptiest."""
+        """Leave out the emptiest groups."""
         fills = [
             groups.sum(load) / max(1, cap)
             for load, cap in zip(loads, (limits.max_vision, limits.max_seq_len), strict=True)
@@ -52,15 +52,17 @@ def group_window(
         by_fill = np.argsort(np.maximum(*fills), kind="stable")
         return groups.take(np.sort(by_fill[count:]))
 
-    made = group_balanced(*loads, limits, seed=seed, keep=keep) if len(rows) else _no_groups()
-    left = np.setdiff1d(np.arange(len(rows)), made.samples)
-    sizes = np.concatenate([made.sizes, np.ones(len(over), np.int64)])
-    all_groups = Groups(
-        np.concatenate([rows[made.samples], over]), np.concatenate([[0], np.cumsum(sizes)])
-    )
-    order = random_permutation(len(all_groups), seed, PLANNED, *place)
-    return all_groups.take(order), rows[left]
+    groups = Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    if len(rows):
+        groups = group_balanced(*loads, limits, seed=seed, keep=keep)
+    waiting = np.setdiff1d(np.arange(len(rows)), groups.samples)
+    groups = Groups(rows[groups.samples], groups.offsets)
+    return planned_order(groups, over, seed=seed, place=place), rows[waiting]
 
 
-def _no_groups() -> Groups:
-    return Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))
+def planned_order(groups: Groups, over: IntArray, *, seed: int, place: tuple[int, int]) -> Groups:
+    """A window's groups, and each sample `over` a cap as a group, in random order."""
+    sizes = np.concatenate([groups.sizes, np.ones(len(over), np.int64)])
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    all_groups = Groups(np.concatenate([groups.samples, over]), offsets)
+    return all_groups.take(random_permutation(len(all_groups), seed, PLANNED, *place))

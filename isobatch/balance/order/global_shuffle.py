@@ -34,7 +34,7 @@ LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 DEFAULT_BALANCE = 0.9
 MAX_BALANCE = 0.999
 CUT_FROM = 64
-"""Times a step's groups, chosen from, that are enough to be sorted by both loads."""
+"""Width of the choice, in steps' groups, from which candidates are sorted by both loads."""
 MOST_GROUPS = 1 << 16
 """Groups chosen from at most, or those of two steps: those that wait are in the state."""
 CENTRES, MOST_PASSED = 8, 32
@@ -120,10 +120,12 @@ class GlobalShuffle:
         known = all(0 <= group < num_groups for group in spare)
         if not len(spare) <= consumed <= num_groups or not known:
             raise unfit_state(f"{consumed} of {num_groups} groups, {len(spare)} spare")
-        self._num_groups, self.consumed, self._passed = num_groups, consumed, passed
+        self._num_groups = num_groups
+        self.consumed = consumed
+        self._passed = passed
         self._width = 1 / (1 - balance)
         self.tolerance = min(1.0, 2 * (1 - balance))
-        """Times `EQUAL` that pass for no difference."""
+        """Factor of `EQUAL` below which differences do not count."""
         self._spare = np.array(spare, dtype=np.int64)
         self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)
         self._chunk = -1, self._spare
@@ -178,8 +180,9 @@ class GlobalShuffle:
         self._spare = np.delete(self._spare, places)
 
     def take_groups(self, count: int) -> tuple[IntArray, list[GroupOrder]]:
-        """`take_steps` of a group each, at once; at least so many remain."""
-        after, orders = self.copy(), list[GroupOrder]()
+        """Take steps of a group each, at once, as `take_steps` does; at least so many remain."""
+        after = self.copy()
+        orders = list[GroupOrder]()
         groups = after.take(count)
         for number in range(1, count + 1):
             order = after.copy()
@@ -232,12 +235,12 @@ def _permuted(
 ) -> NDArray[np.uint64]:
     """Numbers of 2 * half bits permuted, by a mixing function of one half after the other."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = numbers >> half, numbers & mask
+    upper, lower = numbers >> half, numbers & mask
     for key in keys:
-        bits = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (lower ^ key) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-        left, right = right, left ^ ((bits ^ (bits >> np.uint64(32))) & mask)
-    return left << half | right
+        upper, lower = lower, upper ^ ((bits ^ (bits >> np.uint64(32))) & mask)
+    return upper << half | lower
 
 
 def epoch_steps(
@@ -247,9 +250,9 @@ def epoch_steps(
     seed: int = 0,
     epoch: int = 0,
     balance: float = DEFAULT_BALANCE,
-    most: int | None = None,
+    max_steps: int | None = None,
 ) -> IntArray:
-    """All steps of an epoch as the loaders give them, or the first `most`; -1: no group.
+    """All steps of an epoch as the loaders give them, or the first `max_steps`; -1: no group.
 
     `loads` are the groups' vision loads and tokens, `shape` is (dp, micro_batches); int64, shape
     (steps, dp, micro_batches).
@@ -259,7 +262,7 @@ def epoch_steps(
     count = -(-len(vision) // (dp * micro_batches))
     steps = [
         order.take_step(dp, micro_batches, lambda groups: (vision[groups], tokens[groups]))
-        for _ in range(count if most is None else min(most, count))
+        for _ in range(count if max_steps is None else min(max_steps, count))
     ]
     return np.array(steps, np.int64).reshape(len(steps), dp, micro_batches)
 
@@ -284,8 +287,8 @@ def nearest(
     if len(vision) <= count:
         return np.arange(len(vision))
     keys = distances(vision, tokens, tolerance, centre)
-    least = np.partition(keys, count - 1)[:count]
-    return np.sort(least & ((1 << PLACE_BITS) - 1))
+    smallest = np.partition(keys, count - 1)[:count]
+    return np.sort(smallest & ((1 << PLACE_BITS) - 1))
 
 
 def distances(vision: IntArray, tokens: IntArray, tolerance: float, centre: int) -> IntArray:
@@ -306,7 +309,7 @@ def distances(vision: IntArray, tokens: IntArray, tolerance: float, centre: int)
 def most_alike(
     vision: IntArray, tokens: IntArray, count: int, tolerance: float, centres: int
 ) -> IntArray:
-    """Of the sets `nearest` to one of the first `centres` groups that whose ranks wait least.
+    """The set whose ranks wait least, of those `nearest` to one of the first `centres` groups.
 
     >>> vision, tokens = np.array([1, 9, 5, 9, 5]), np.array([10, 10, 10, 20, 10])
     >>> most_alike(vision, tokens, 2, 0.0, centres=3).tolist()
@@ -326,8 +329,8 @@ def least_waiting(sets: Sequence[IntArray], vision: IntArray, tokens: IntArray) 
 
 def _waiting(load: IntArray, chosen: IntArray) -> int:
     """What the chosen groups are below the largest of them, together, in units of a mean load."""
-    own = load[chosen]
-    return (int(own.max()) * len(own) - int(own.sum())) * UNIT // _mean(load)
+    loads = load[chosen]
+    return (int(loads.max()) * len(loads) - int(loads.sum())) * UNIT // _mean(load)
 
 
 def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
@@ -343,9 +346,11 @@ def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
     if len(vision) <= count:
         return np.arange(len(vision))
     stop = len(vision) - len(vision) % count
-    bins, tokens = vision[:stop] >> max(0, _mean(vision).bit_length() - 6), tokens[:stop]
+    bins = vision[:stop] >> max(0, _mean(vision).bit_length() - 6)
+    tokens = tokens[:stop]
     by_both = np.lexsort((tokens, bins))
-    parts, end = [], 0
+    parts = []
+    end = 0
     for part in np.split(by_both, np.flatnonzero(np.diff(bins[by_both])) + 1):
         low, high = tokens[part[[0, -1]]].tolist()
         is_down = abs(high - end) < abs(low - end)

@@ -37,7 +37,7 @@ waiting of a step in proportion, or two fifths while steps so far have less than
 what a micro-batch that builds are owed weighs, in hundredths.
 """
 MEAN_ENTROPY = UNIT * 97 // 100
-"""Of that of the weights: a random step has a little less than these."""
+"""Entropy of steps, of that of the weights: a random step has a little less than this."""
 LEAST_WAITING = UNIT // 100
 """Waiting below which more of it would not matter."""
 ROUNDS_OF_CUTS = 2
@@ -50,7 +50,7 @@ together .95 or more.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFigures:
-    """Of each build, int64, shape (builds,)."""
+    """Figures of each build, int64, shape (builds,)."""
 
     expected: IntArray
     """Groups of a step by the weights, in UNITs."""
@@ -59,6 +59,12 @@ class BuildFigures:
     tokens: IntArray
     samples: IntArray
     """Mean samples of a group, in 1/16."""
+
+    def by_load(self) -> tuple["BuildFigures", IntArray]:
+        """The figures with the largest loads first, and the builds in that order."""
+        order = np.argsort(-(self.vision + self.tokens), kind="stable")
+        sorted_figures = {name: getattr(self, name)[order] for name in BuildFigures.__slots__}
+        return BuildFigures(**sorted_figures), order
 
 
 def step_counts(
@@ -91,29 +97,25 @@ def step_counts(
     plain = whole_counts(targets, available, dp * micro_batches)
     if micro_batches == 1 or len(plain) == 1:
         return plain
-    order = np.argsort(-(figures.vision + figures.tokens), kind="stable")
-    sorted_figures = BuildFigures(
-        expected=figures.expected[order],
-        vision=figures.vision[order],
-        tokens=figures.tokens[order],
-        samples=figures.samples[order],
-    )
+    sorted_figures, order = figures.by_load()
     costs = _StepCosts(sorted_figures, targets[order], shape, mixing)
-    cuts, limit = np.cumsum(plain[order]), available[order]
+    cuts = np.cumsum(plain[order])
+    limit = available[order]
     best = costs.of(_counts(cuts[None]))[0]
     for _ in range(ROUNDS_OF_CUTS):
         before = cuts
         for place in range(len(cuts) - 1):
-            floor, part = int(cuts[place]) // dp * dp, max(1, dp // 8)
+            floor = int(cuts[place]) // dp * dp
+            part = max(1, dp // 8)
             ends = floor + part * np.arange(-8, 17)
             options = np.repeat(cuts[None], len(ends), axis=0)
             options[:, place] = ends
             counts = _counts(options)
             fits = np.flatnonzero(((counts >= 0) & (counts <= limit)).all(axis=1))
             if len(fits):
-                found = costs.of(counts[fits])
-                if found.min() < best:
-                    best, cuts = found.min(), options[fits[int(found.argmin())]]
+                option_costs = costs.of(counts[fits])
+                if option_costs.min() < best:
+                    best, cuts = option_costs.min(), options[fits[int(option_costs.argmin())]]
         if cuts is before:
             break
     counts = np.empty_like(plain)
@@ -146,7 +148,9 @@ class _StepCosts:
         shape: tuple[int, int],
         mixing: int = MIXING_MORE,
     ) -> None:
-        self._figures, self._targets, self._shape = figures, targets, shape
+        self._figures = figures
+        self._targets = targets
+        self._shape = shape
         self._mixing = mixing
         everything = np.full(len(targets), shape[0] * shape[1])
         usual = whole_counts(figures.expected, everything, shape[0] * shape[1])[None]
@@ -170,12 +174,12 @@ class _StepCosts:
         # groups of each build in each micro-batch, (options, micro-batches, builds)
         parts = np.minimum(ends, rounds + dp) - np.maximum(ends - counts[:, None], rounds)
         parts = np.maximum(parts, 0)
-        found = []
+        shares = []
         for load in (self._figures.vision, self._figures.tokens):
             paid = dp * np.where(parts > 0, load, 0).max(axis=2)
             used = (parts * load).sum(axis=2)
-            found.append((paid - used).sum(axis=1) * UNIT // np.maximum(1, paid.sum(axis=1)))
-        return np.array(found)
+            shares.append((paid - used).sum(axis=1) * UNIT // np.maximum(1, paid.sum(axis=1)))
+        return np.array(shares)
 
     def _entropy(self, counts: IntArray) -> IntArray:
         return entropy(counts * self._figures.samples)
@@ -215,11 +219,9 @@ def figures_of(
 
 def predicted_waiting(figures: BuildFigures, shape: tuple[int, int]) -> tuple[float, float]:
     """Share of the time that ranks wait for vision and for tokens, by builds' mean groups."""
-    order = np.argsort(-(figures.vision + figures.tokens), kind="stable")
-    sorted_figures = BuildFigures(
-        **{name: getattr(figures, name)[order] for name in BuildFigures.__slots__}
-    )
-    owed, sums = np.zeros_like(figures.expected), np.zeros(2, np.int64)
+    sorted_figures, _ = figures.by_load()
+    owed = np.zeros_like(figures.expected)
+    sums = np.zeros(2, np.int64)
     everything = np.full(len(owed), shape[0] * shape[1])
     costs = _StepCosts(sorted_figures, sorted_figures.expected, shape)
     for _ in range(PREDICTED_STEPS):
@@ -245,7 +247,7 @@ def choose_of_builds(
 def most_alike_mixed(
     loads: tuple[IntArray, IntArray], sources: IntArray, count: int, tolerance: float, centres: int
 ) -> IntArray:
-    """As `most_alike`, of sets whose samples are about as mixed as those of a random step.
+    """The set of `most_alike` among those that are about as mixed as a random step.
 
     `sources`: samples of each source in the groups, (groups, sources). Each set has the nearest
     groups, in numbers of each source that are moved from those of the nearest of all towards those
@@ -260,14 +262,14 @@ def most_alike_mixed(
     # those that come first, in random order, a step at a time
     starts = range(0, len(main) - count + 1, count)
     steps = np.array([sources[start : start + count].sum(axis=0) for start in starts])
-    least = int(entropy(steps).mean() * LEAST_ENTROPY)
+    min_entropy = int(entropy(steps).mean() * LEAST_ENTROPY)
     sets = []
     for centre in range(min(centres, len(main))):
         order = np.sort(distances(vision, tokens, tolerance, centre)) & ((1 << PLACE_BITS) - 1)
         chosen = order[:count]
         plain = np.bincount(main[chosen], minlength=len(present)) * UNIT
         for eighths in range(1, 9):
-            if entropy(sources[chosen].sum(axis=0)[None])[0] >= least:
+            if entropy(sources[chosen].sum(axis=0)[None])[0] >= min_entropy:
                 break
             targets = (plain * (8 - eighths) + share * eighths) // 8
             counts = whole_counts(targets, present, count).tolist()
@@ -298,7 +300,9 @@ class MixedShuffle(GlobalShuffle):
         `unmixed`: how much less than MEAN_ENTROPY steps have had, together.
         """
         super().__init__(num_groups=sum(sizes), **options)
-        self._sizes, self._lookup, self._unmixed = list(sizes), build_lookup, unmixed
+        self._sizes = list(sizes)
+        self._lookup = build_lookup
+        self._unmixed = unmixed
         if not taken:
             spare = np.bincount(build_lookup(self._spare)[0], minlength=len(sizes)).tolist()
             read = [size * self.consumed // max(1, self._num_groups) for size in sizes]
@@ -325,7 +329,8 @@ class MixedShuffle(GlobalShuffle):
             for values in (vision, tokens, samples)
         ]
         available = np.bincount(builds, minlength=len(self._sizes))
-        total, past = self._num_groups, sum(self._taken)
+        total = self._num_groups
+        past = sum(self._taken)
         expected = np.array([size * count * UNIT // total for size in self._sizes])
         owed = np.array(
             [

@@ -83,28 +83,25 @@ def regroup(
     borders = window_borders(len(stored), window_groups, seed=seed, epoch=epoch)
     seeds = random_bits(len(borders), seed, WINDOWS, epoch, place=1)
     samples = np.empty(len(stored.samples), index_dtype(int(stored.samples.max(initial=0)) + 1))
-    weights, caps = _weights(limits)
+    # units per vision load and token, whole ones, and the caps in units
+    caps = np.array([limits.max_vision, limits.max_seq_len])
+    weights = np.maximum(1, (1 << UNIT_BITS) // np.maximum(1, caps))
+    caps = weights * caps
     shift = max(0, int(loads[0].max(initial=0)).bit_length() - LEVEL_BITS)
 
     def exchange_window(window: int) -> None:
         offsets = stored.offsets[borders[window] : borders[window + 1] + 1]
         members = stored.samples[offsets[0] : offsets[-1]]
-        own = np.stack([load[members] for load in loads], axis=1, dtype=np.int64)
-        keys = (own[:, 0] >> shift) << int(own[:, 1].max()).bit_length() | own[:, 1]
-        places = _exchange(own * weights, keys, offsets - offsets[0], caps, seeds[window])
+        window_loads = np.stack([load[members] for load in loads], axis=1, dtype=np.int64)
+        vision, tokens = window_loads.T
+        keys = (vision >> shift) << int(tokens.max()).bit_length() | tokens
+        places = _exchange(window_loads * weights, keys, offsets - offsets[0], caps, seeds[window])
         samples[offsets[0] : offsets[-1]] = members[places]
 
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "isobatch-regroup") as pool:
         list(pool.map(exchange_window, range(len(borders) - 1)))
     return Groups(samples, stored.offsets)
-
-
-def _weights(limits: Limits) -> tuple[IntArray, IntArray]:
-    """Units per vision load and token, whole ones, and the caps in units; each of shape (2,)."""
-    caps = np.array([limits.max_vision, limits.max_seq_len])
-    weights = np.maximum(1, (1 << UNIT_BITS) // np.maximum(1, caps))
-    return weights, weights * caps
 
 
 @numba.njit(cache=True, nogil=True)
@@ -128,7 +125,7 @@ def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def
     # trades
     for sweep in range(SWEEPS):
         reach = np.uint64(min(num_samples, 1 << (MOST_REACH - sweep % MOST_REACH)))
-        most = UNEVEN * UNEVEN if sweep < SWEEPS - SWEEPS // 3 else 0
+        max_growth = UNEVEN * UNEVEN if sweep < SWEEPS - SWEEPS // 3 else 0
         for one in range(num_samples - 1):
             state += np.uint64(0x9E3779B97F4A7C15)  # SplitMix64
             other = one + 1 + np.int64(((mix(state) >> np.uint64(32)) * reach) >> np.uint64(32))
@@ -143,7 +140,7 @@ def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def
             growth += more_tokens * (tokens[first] - tokens[second] + more_tokens)
             if (
                 first == second
-                or growth > most
+                or growth > max_growth
                 or vision[first] + more_vision > caps[0]
                 or vision[second] - more_vision > caps[0]
                 or tokens[first] + more_tokens > caps[1]
@@ -156,7 +153,8 @@ def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def
             tokens[second] -= more_tokens
             group_of[one], group_of[other] = second, first
     # the samples of each group
-    starts, places = offsets[:-1].copy(), np.empty(num_samples, np.int32)
+    starts = offsets[:-1].copy()
+    places = np.empty(num_samples, np.int32)
     for rank in range(num_samples):
         group = group_of[rank]
         places[starts[group]] = by_rank[rank]

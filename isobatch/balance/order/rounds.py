@@ -22,35 +22,36 @@ def deal(count: int, held: Sequence[int]) -> list[int]:
     >>> deal(8, [5, 1, 0])
     [0, 4, 4]
     """
-    given = [0] * len(held)
-    ranks = [(each, rank) for rank, each in enumerate(held)]
+    counts = [0] * len(held)
+    ranks = [(number, rank) for rank, number in enumerate(held)]
     heapify(ranks)
     for _ in range(count):
         total, rank = ranks[0]
         heapreplace(ranks, (total + 1, rank))
-        given[rank] += 1
-    return given
+        counts[rank] += 1
+    return counts
 
 
 def make_rounds(
-    made: Sequence[Groups], loads: Sequence[IntArray], count: int, order: IntArray
+    per_rank: Sequence[Groups], loads: Sequence[IntArray], count: int, order: IntArray
 ) -> Groups:
     """So many rounds of the ranks' groups, each of groups that cost about the same.
 
-    `made` are the groups of each rank, of samples that index the columns of `loads`: vision, and
-    tokens. Of a rank with more groups the emptiest are left out; those of a rank with fewer are
+    `per_rank` are the groups of each rank, of samples that index the columns of `loads`: vision,
+    and tokens. Of a rank with more groups the emptiest are left out; those of a rank with fewer are
     split, and where it has too few samples for that, some are empty. Rounds come in the order
     `order`, in each of them rank after rank.
 
-    >>> made = [Groups(np.array([0, 1]), np.arange(3)), Groups(np.array([2, 3]), np.array([0, 2]))]
+    >>> first = Groups(np.array([0, 1]), np.arange(3))
+    >>> second = Groups(np.array([2, 3]), np.array([0, 2]))
     >>> tokens = np.array([5, 9, 4, 5])
-    >>> rounds = make_rounds(made, [tokens * 0, tokens], 1, np.arange(1))
+    >>> rounds = make_rounds([first, second], [tokens * 0, tokens], 1, np.arange(1))
     >>> [rounds[group].tolist() for group in range(2)]
     [[1], [2, 3]]
     """
-    means = [max(1, int(load.sum()) // max(1, sum(map(len, made)))) for load in loads]
+    means = [max(1, int(load.sum()) // max(1, sum(map(len, per_rank)))) for load in loads]
     size = np.sum([load * UNIT // mean for load, mean in zip(loads, means, strict=True)], axis=0)
-    ranks = [_fitted(groups, size, count) for groups in made]
+    ranks = [_fitted(groups, size, count) for groups in per_rank]
     parts = [rank[number] for number in order.tolist() for rank in ranks]
     return Groups(np.concatenate([_NONE, *parts]), np.cumsum([0, *map(len, parts)]))
 

@@ -49,10 +49,10 @@ class StepAssignment:
     """Who works on which samples of a step; samples are numbered as in `StepRequest`."""
 
     micro_batches: tuple[Groups, ...]
-    """Each rank's, each sample in one; numbers may differ by rank, if the trainer can take that. Of
-    ranks that do not ask, all samples may be in one."""
+    """Micro-batches of each rank, each sample in one; numbers may differ by rank, if
+    the trainer can take that. Of ranks that do not ask, all samples may be in one."""
     encoders: Mapping[str, tuple[Groups, ...]] = field(default_factory=dict)
-    """By encoder (`vision`, `audio`), the batches that each rank encodes: each sample with images
+    """Encoder (`vision`, `audio`) -> the batches that each rank encodes: each sample with images
     (clips) in one, others may be left out. Without it, samples are encoded in their micro-batch.
     """
     notes: tuple[object, ...] = ()
@@ -79,28 +79,29 @@ def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
     """
     if unknown := set(work.encoders) - set(ENCODERS):
         raise _wrong(f"names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}")
-    counts, ones = samples.counts, np.ones(len(samples), np.int64)
-    _check_once(work.micro_batches, samples, least=ones, what="micro-batches")
+    counts = samples.counts
+    ones = np.ones(len(samples), np.int64)
+    _check_once(work.micro_batches, samples, min_times=ones, what="micro-batches")
     if work.notes and len(work.notes) != samples.dp:
         raise _wrong(f"gave notes to {len(work.notes)} ranks; there are {samples.dp}")
     for name, ranks in work.encoders.items():
         media = counts.num_vit_tokens if name == "vision" else counts.num_audio_tokens
         what = f"batches of the {name} encoder"
-        _check_once(ranks, samples, least=np.minimum(media, 1), what=what)
+        _check_once(ranks, samples, min_times=np.minimum(media, 1), what=what)
 
 
 def _check_once(
-    ranks: tuple[Groups, ...], samples: StepRequest, *, least: IntArray, what: str
+    ranks: tuple[Groups, ...], samples: StepRequest, *, min_times: IntArray, what: str
 ) -> None:
-    """Each sample is in one of the groups, or in none where `least` is 0."""
+    """Require each sample in one of the groups, or in none where `min_times` is 0."""
     if len(ranks) != samples.dp:
         raise _wrong(f"gave {what} to {len(ranks)} ranks; there are {samples.dp}")
-    given = np.concatenate([np.empty(0, np.int64), *(groups.samples for groups in ranks)])
-    outside = given[(given < 0) | (given >= len(samples))]
+    assigned = np.concatenate([np.empty(0, np.int64), *(groups.samples for groups in ranks)])
+    outside = assigned[(assigned < 0) | (assigned >= len(samples))]
     if len(outside):
         raise _wrong(f"assigned sample {outside[0]}; there are {len(samples)}, numbered from 0")
-    times = np.bincount(given, minlength=len(samples))
-    wrong = np.flatnonzero((times < least) | (times > 1))
+    times = np.bincount(assigned, minlength=len(samples))
+    wrong = np.flatnonzero((times < min_times) | (times > 1))
     if len(wrong):
         raise _wrong(f"gave sample {wrong[0]} to {times[wrong[0]]} {what}; give each to one")
 

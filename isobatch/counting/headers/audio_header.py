@@ -33,7 +33,17 @@ class AudioHeader:
 def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
     """Length, rate and channels of a seekable audio file; SampleProblem names it as `name`."""
     try:
-        header = _read(file)
+        num_bytes = file.seek(0, 2)
+        if num_bytes == 0:
+            raise SampleProblem("corrupt_audio", "the file is empty")
+        file.seek(0)
+        start = file.read(12)
+        header = None
+        if is_wav(start):
+            header = _read_wav(file, num_bytes)
+        elif start[:4] == b"fLaC":
+            header = _read_flac(file, num_bytes)
+        header = header or _read_other(file, num_bytes)
         if header.num_channels < 1 or not 1 <= header.sampling_rate <= HIGHEST_RATE:
             what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
             raise SampleProblem("corrupt_audio", f"the header says {what}")
@@ -44,22 +54,8 @@ def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
     return header
 
 
-def _read(file: BinaryIO) -> AudioHeader:
-    num_bytes = file.seek(0, 2)
-    if num_bytes == 0:
-        raise SampleProblem("corrupt_audio", "the file is empty")
-    file.seek(0)
-    start = file.read(12)
-    header = None
-    if is_wav(start):
-        header = _read_wav(file, num_bytes)
-    elif start[:4] == b"fLaC":
-        header = _read_flac(file, num_bytes)
-    return header or _read_other(file, num_bytes)
-
-
 def _read_wav(file: BinaryIO, num_bytes: int) -> AudioHeader | None:
-    """None for a WAV file whose samples are compressed."""
+    """The header of a WAV file; None if its samples are compressed."""
 
     def read(offset: int, size: int) -> bytes:
         file.seek(offset)

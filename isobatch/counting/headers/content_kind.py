@@ -71,7 +71,7 @@ _AUDIO_BRANDS = frozenset({b"M4A ", b"M4B ", b"M4P ", b"F4A ", b"F4B ", b"aax "}
 _VIDEO_BOXES = frozenset({b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot"})
 """Boxes that an MP4 or MOV file without a brand may begin with."""
 _TS_SYNC, _TS_BYTES = b"\x47", 188
-"""Each packet of an MPEG transport stream begins with this byte and is so long."""
+"""First byte and length of each packet of an MPEG transport stream."""
 
 
 def kind_of_content(head: bytes) -> ContentKind | None:
@@ -87,8 +87,8 @@ def kind_of_content(head: bytes) -> ContentKind | None:
         if head.startswith(starts):
             return kind
     for look in (_kind_of_chunks, _kind_of_boxes, _kind_without_magic):
-        if (found := look(head)) is not None:
-            return found
+        if (result := look(head)) is not None:
+            return result
     return None
 
 

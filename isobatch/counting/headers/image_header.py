@@ -77,7 +77,28 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
     `decode`: the whole image, ten to fifty times the work, which also finds flipped bits.
     """
     try:
-        return _read(file, decode=decode)
+        num_bytes = file.seek(0, 2)
+        if num_bytes == 0:
+            raise ValueError("the file is empty")
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        whole = not decode and _ends_well(file, head, num_bytes)
+        if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
+            return ImageHeader(*size, num_bytes)
+        file.seek(0)
+        quiet_decoders()
+        with Image.open(file) as image:
+            if image.format in DRAWN_BY_A_PROGRAM:
+                raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
+            size = image.size
+            if not whole:
+                image.load()
+            orientation = None
+            # asking Pillow would decode the whole picture to look for EXIF after it
+            if image.format != "PNG" or _may_hold_exif(image):
+                orientation = image.getexif().get(ORIENTATION_TAG)
+            width, height = upright_size(size, image.format, orientation)
+        return ImageHeader(width, height, num_bytes)
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "image", name) from None
 
@@ -88,27 +109,6 @@ def check_png(name: str, data: bytes) -> None:
         Image.open(io.BytesIO(data)).verify()
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "image", name) from None
-
-
-def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
-    num_bytes = file.seek(0, 2)
-    if num_bytes == 0:
-        raise ValueError("the file is empty")
-    file.seek(0)
-    head = file.read(HEAD_BYTES)
-    whole = not decode and _ends_well(file, head, num_bytes)
-    if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
-        return ImageHeader(*size, num_bytes)
-    file.seek(0)
-    quiet_decoders()
-    with Image.open(file) as image:
-        if image.format in DRAWN_BY_A_PROGRAM:
-            raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
-        size = image.size
-        if not whole:
-            image.load()
-        width, height = upright_size(size, image.format, _orientation(image))
-    return ImageHeader(width, height, num_bytes)
 
 
 def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:
@@ -125,12 +125,6 @@ def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:
     return False
 
 
-def _orientation(image: Image.Image) -> object:
-    if image.format == "PNG" and not _may_hold_exif(image):
-        return None  # asking Pillow would decode the whole picture to look for EXIF after it
-    return image.getexif().get(ORIENTATION_TAG)
-
-
 def _may_hold_exif(image: Image.Image) -> bool:
     """Whether EXIF precedes the pixels of a PNG (Pillow has seen it) or follows them."""
     prefixes = ("exif", "Raw profile type", "XML:com.adobe.xmp")
@@ -140,9 +134,9 @@ def _may_hold_exif(image: Image.Image) -> bool:
     if file is None:
         return True
     position = file.tell()
-    found = _late_exif_chunk(file)
+    has_exif = _late_exif_chunk(file)
     file.seek(position)
-    return found
+    return has_exif
 
 
 def _late_exif_chunk(file: IO[bytes]) -> bool:

@@ -27,7 +27,7 @@ _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp"}
 """Boxes that an MP4 or MOV file may begin with."""
 MOST_PIXELS = 2 * 1024**3 // 4 // 3
-"""Of a frame: as many as Pillow decodes of an image."""
+"""Pixels of a frame at most: as many as Pillow decodes of an image."""
 _HIDDEN = 2
 """AVINDEX_DISCARD_FRAME in the flags of an entry of FFmpeg's table."""
 _describing = threading.Lock()
@@ -59,7 +59,23 @@ def read_video_header(file: IO[bytes], name: str, *, decode: bool = False) -> Vi
             there = f"{num_bytes:,} of {said:,} bytes are there"
             raise SampleProblem("corrupt_video", f"cut short, {there}")
         with _opened(file) as (container, stream):
-            return _read(container, stream, num_bytes, decode=decode)
+            width, height = stream.codec_context.width, stream.codec_context.height
+            if width * height > MOST_PIXELS:
+                raise SampleProblem("too_many_pixels", f"frames of {width:,} x {height:,} pixels")
+            rate = stream.average_rate or stream.guessed_rate
+            if _is_turned(container, stream.index):
+                width, height = height, width
+            if decode:
+                num_frames = _decode_frames(container, stream)
+            else:
+                num_frames = _count_frames(container, stream, num_bytes)
+            if min(width, height, num_frames) < 1:
+                what = f"{num_frames} frames of {width} x {height} pixels"
+                raise SampleProblem("empty_video", what)
+            if not rate:
+                why = "its container does not say how many frames a second has"
+                raise SampleProblem("frame_rate", why)
+            return VideoHeader(width, height, num_frames, float(rate), num_bytes)
     except Exception as error:  # of any type: decoders raise what they like
         raise file_problem(error, "video", name) from None
 
@@ -85,7 +101,7 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[Any, Any]]:
                 raise SampleProblem("corrupt_video", "cut short, or without any stream")
             stream = container.streams.video[0] if container.streams.video else None
             if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
-                kinds = ", ".join(sorted({each.type for each in container.streams}))
+                kinds = ", ".join(sorted({track.type for track in container.streams}))
                 raise SampleProblem("no_video_stream", f"no stream of video; its streams: {kinds}")
             if stream.codec_context is None:
                 raise SampleProblem("video_format", "PyAV has no decoder for its codec")
@@ -109,25 +125,6 @@ def _import_av() -> Any:
     return av
 
 
-def _read(container: Any, stream: Any, num_bytes: int, *, decode: bool) -> VideoHeader:
-    width, height = stream.codec_context.width, stream.codec_context.height
-    if width * height > MOST_PIXELS:
-        raise SampleProblem("too_many_pixels", f"frames of {width:,} x {height:,} pixels")
-    rate = stream.average_rate or stream.guessed_rate
-    if _is_turned(container, stream.index):
-        width, height = height, width
-    if decode:
-        num_frames = _decode_frames(container, stream)
-    else:
-        num_frames = _count_frames(container, stream, num_bytes)
-    if min(width, height, num_frames) < 1:
-        what = f"{num_frames} frames of {width} x {height} pixels"
-        raise SampleProblem("empty_video", what)
-    if not rate:
-        raise SampleProblem("frame_rate", "its container does not say how many frames a second has")
-    return VideoHeader(width, height, num_frames, float(rate), num_bytes)
-
-
 def _is_turned(container: Any, stream: int) -> bool:
     """Whether the stream's display matrix turns frames by a quarter.
 
@@ -142,8 +139,10 @@ def _is_turned(container: Any, stream: int) -> bool:
         finally:
             av.logging.set_level(None)
     parts = _STREAM.split(said)[1:]  # number, description, number, description, ...
-    found = _ROTATION.search(dict(zip(parts[::2], parts[1::2], strict=True)).get(str(stream), ""))
-    return found is not None and round(float(found[1]) / 90) % 2 == 1
+    rotation = _ROTATION.search(
+        dict(zip(parts[::2], parts[1::2], strict=True)).get(str(stream), "")
+    )
+    return rotation is not None and round(float(rotation[1]) / 90) % 2 == 1
 
 
 def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
@@ -152,7 +151,8 @@ def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
     An MP4 file that was cut without encoding it again hides those before its first shown frame.
     SampleProblem if some are gone.
     """
-    table, listed = stream.index_entries, int(stream.frames)
+    table = stream.index_entries
+    listed = int(stream.frames)
     if container.format.name == "gif":
         return listed  # FFmpeg counts them when it opens the file
     entries = len(table)
@@ -167,16 +167,16 @@ def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
 
 def _decode_frames(container: Any, stream: Any) -> int:
     """Frames that decode, all of them; SampleProblem if one is damaged."""
-    found = 0
+    count = 0
     for frame in container.decode(stream):
         if frame.is_corrupt:
-            raise SampleProblem("corrupt_video", f"frame {found} is damaged")
-        found += 1
-    return found
+            raise SampleProblem("corrupt_video", f"frame {count} is damaged")
+        count += 1
+    return count
 
 
 def _said_to_end(file: IO[bytes], num_bytes: int) -> int:
-    """Where an MP4, AVI, MKV or WebM file must end by its own headers; 0 if they do not say."""
+    """End of an MP4, AVI, MKV or WebM file by its own headers; 0 if they do not say."""
     file.seek(0)
     head = file.read(4096)
     if head[:4] == b"RIFF":

@@ -47,19 +47,21 @@ def read_fields(item: Fields, role: str, text: Any, number: int) -> tuple[Any, s
     function_call = more.pop("function_call", None)
     if role in CALL_ROLES:
         is_parsed = isinstance(text, Mapping)
-        given = text if is_parsed else _parsed(text, f"a tool call of turn {number}")
-        several = given if isinstance(given, list) else [given]
-        calls, text = [{"type": "function", "function": each} for each in several], ""
+        value = text if is_parsed else _parsed(text, f"a tool call of turn {number}")
+        several = value if isinstance(value, list) else [value]
+        calls = [{"type": "function", "function": call} for call in several]
+        text = ""
     elif calls is None and isinstance(function_call, Mapping):
         calls = [{"type": "function", "function": function_call}]
     elif not is_empty(function_call):
         more["function_call"] = function_call
     if calls is not None:
-        if not _are_calls(calls):
+        if not isinstance(calls, list) or not all(map(_has_name, calls)):
             raise SampleProblem("bad_turn", f"the tool calls of turn {number} have no names")
         more["tool_calls"] = without_nulls(calls)
     if text is None and (calls or any(isinstance(more.get(key), str) for key in _THOUGHTS)):
-        more["content"], text = None, ""
+        more["content"] = None
+        text = ""
     return text, _as_json(more, f"turn {number}") if more else ""
 
 
@@ -70,20 +72,20 @@ def joined_calls(turns: tuple[Turn, ...], items: Sequence[Any]) -> tuple[Turn, .
     """
     if not any(turn.more for turn in turns):  # nearly all
         return turns
-    found: list[Turn] = []
+    joined: list[Turn] = []
     for turn, item in zip(turns, items, strict=True):
         is_call = str(item.peek("role") or item.peek("from")).strip().lower() == "tool_call"
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if not is_call or last is None or last.role != turn.role:
-            found.append(turn)
+            joined.append(turn)
             continue
         if last.learned != turn.learned:
             bad = "a call of a tool and the answer that it belongs to differ in what is learned"
             raise SampleProblem("bad_loss", bad)
-        before, more = (json.loads(each.more or "{}") for each in (last, turn))
+        before, more = (json.loads(one.more or "{}") for one in (last, turn))
         calls = [*before.pop("tool_calls", []), *more.pop("tool_calls")]
-        found[-1] = replace(last, more=_as_json({**before, **more, "tool_calls": calls}, "a turn"))
-    return tuple(found)
+        joined[-1] = replace(last, more=_as_json({**before, **more, "tool_calls": calls}, "a turn"))
+    return tuple(joined)
 
 
 def with_tools(turns: tuple[Turn, ...], tools: Any, key: str) -> tuple[Turn, ...]:
@@ -99,13 +101,14 @@ def with_tools(turns: tuple[Turn, ...], tools: Any, key: str) -> tuple[Turn, ...
                 raise
             return turns  # nobody calls any: a text of another kind
     listed = tools if isinstance(tools, list) else [tools]
-    defined = [_is_definition(tool) for tool in listed]
+    # a definition names a function, and says what that is for or takes
+    defined = [_has_name(tool) and bool(_DEFINITION & {*tool}) for tool in listed]
     if not any(defined):
         return turns
     if not all(defined) or not isinstance(tools, list):
         raise SampleProblem("bad_turn", f"`{key}` is not a list of definitions alone")
     if key == "functions":
-        tools = [{"type": "function", "function": each} for each in tools]
+        tools = [{"type": "function", "function": function} for function in tools]
     more = json.loads(turns[0].more) if turns[0].more else {}
     more["tools"] = without_nulls(tools)
     return (replace(turns[0], more=_as_json(more, "`tools`")), *turns[1:])
@@ -118,25 +121,16 @@ def without_nulls(value: Any) -> Any:
     [{'of': [None, {}]}]
     """
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [without_nulls(each) for each in value]
+        return [without_nulls(item) for item in value]
     return value
-
-
-def _are_calls(calls: Any) -> bool:
-    return isinstance(calls, list) and all(map(_has_name, calls))
 
 
 def _has_name(tool: Any) -> bool:
     """Whether it is an object with a name, its own or its function's."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def _is_definition(tool: Any) -> bool:
-    """Whether it names a function, and says what that is for or takes."""
-    return _has_name(tool) and bool(_DEFINITION & {*tool})
 
 
 def _parsed(text: Any, what: str) -> Any:

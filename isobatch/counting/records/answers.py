@@ -26,7 +26,7 @@ ANSWER_COLUMNS = (("question", "answers"), ("query", "answers"), ("query", "labe
 CAPTION_COLUMNS = ("captions", "caption")
 """Keys of several captions: COCO, Flickr30k."""
 TEXT_KEYS = ("answer", "text", "raw", "caption")
-"""Where an object of a list of answers or captions has its text."""
+"""Keys of the text in an object of a list of answers or captions."""
 HUB_KEYS = frozenset({"query", "label", "answers", "captions"})
 """Keys that only this file reads."""
 _OTHER_CONTENT = ("conversations", "messages", "text_list", "texts", "response")
@@ -49,7 +49,10 @@ def one_answer_each(
     if reading.answers == "all":
         several = list(dict.fromkeys(texts))
     elif reading.answers == "drawn":
-        several = [texts[_drawn(reading.seed, sample_id, len(texts))]]
+        # the id may hold half of a surrogate pair
+        seed = f"{reading.seed} {sample_id}".encode("utf-8", "replace")
+        number = int.from_bytes(blake2b(seed, digest_size=8).digest(), "little")
+        several = [texts[number % len(texts)]]
     else:
         several = texts[:1]
     suffixes = [f"#a{number}" for number in range(1, len(several) + 1)]
@@ -87,13 +90,13 @@ def _has(record: Fields, *keys: str) -> bool:
     return all(record.peek(key) is not None for key in keys)
 
 
-def _are_several(given: Any) -> bool:
+def _are_several(value: Any) -> bool:
     """Whether a value is answers, and neither one text nor messages or parts of one."""
-    if isinstance(given, Mapping):
-        return any(isinstance(given.get(key), list) for key in TEXT_KEYS)
-    if not isinstance(given, list):
+    if isinstance(value, Mapping):
+        return any(isinstance(value.get(key), list) for key in TEXT_KEYS)
+    if not isinstance(value, list):
         return False
-    return not any(isinstance(each, Mapping) and not _text_keys(each) for each in given)
+    return not any(isinstance(item, Mapping) and not _text_keys(item) for item in value)
 
 
 def _text_keys(item: Mapping[str, Any]) -> list[str]:
@@ -103,12 +106,12 @@ def _text_keys(item: Mapping[str, Any]) -> list[str]:
     return [name for name in TEXT_KEYS if item.get(name) is not None]
 
 
-def _texts(given: Any, key: str) -> list[str]:
+def _texts(value: Any, key: str) -> list[str]:
     """The answers in a value, one or more; SampleProblem if there is none, or one is no text."""
-    if isinstance(given, Mapping):
-        name = next((name for name in TEXT_KEYS if given.get(name) is not None), None)
-        given = given if name is None else given[name]
-    items = given if isinstance(given, list) else [given]
+    if isinstance(value, Mapping):
+        name = next((name for name in TEXT_KEYS if value.get(name) is not None), None)
+        value = value if name is None else value[name]
+    items = value if isinstance(value, list) else [value]
     texts = [_text(item, key) for item in items]
     if not texts:
         raise SampleProblem("no_answer", f"`{key}` is an empty list")
@@ -116,17 +119,11 @@ def _texts(given: Any, key: str) -> list[str]:
 
 
 def _text(item: Any, key: str) -> str:
-    found = item
+    text = item
     if isinstance(item, Mapping):
-        found = next((item[name] for name in _text_keys(item)), None)
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        found = str(found)
-    if not isinstance(found, str):
+        text = next((item[name] for name in _text_keys(item)), None)
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        text = str(text)
+    if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"`{key}` holds a {type(item).__name__}, not a text")
-    return found
-
-
-def _drawn(seed: int, sample_id: str, count: int) -> int:
-    """A place below `count`; the id may hold half of a surrogate pair."""
-    digest = blake2b(f"{seed} {sample_id}".encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % count
+    return text

@@ -24,7 +24,7 @@ LETTERS = tuple(string.ascii_uppercase)
 LETTER_KEYS = LETTERS[:10]
 """Columns of one option each."""
 _MOST_CHARACTERS = 100_000
-"""Of a text that holds a list: Python's own reader takes a hundred bytes for each."""
+"""Characters of a text that holds a list: Python's reader takes a hundred bytes for each."""
 
 
 def with_choices(record: Fields, questions: Sequence[tuple[str, str]], reading: Reading) -> Fields:
@@ -42,12 +42,12 @@ def with_choices(record: Fields, questions: Sequence[tuple[str, str]], reading: 
     question, answer = keys
     lines = [f"{letter}. {text}" for letter, text in options.items()]
     values = {question: "\n".join([record[question], *lines])}
-    given = record[answer]
-    if isinstance(given, int) and not isinstance(given, bool):
-        if not 0 <= given < len(options):
-            bad = f"`{answer}` is {given}, and there are {len(options)} options (from 0)"
+    value = record[answer]
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value < len(options):
+            bad = f"`{answer}` is {value}, and there are {len(options)} options (from 0)"
             raise SampleProblem("bad_turn", bad)
-        values[answer] = list(options)[given]
+        values[answer] = list(options)[value]
     return record.overlaid(values)
 
 
@@ -61,56 +61,56 @@ def _has_texts(record: Fields, keys: tuple[str, str]) -> bool:
 def _options(record: Fields) -> dict[str, str]:
     """Letter -> text; empty if the record has none."""
     for key in CHOICE_KEYS:
-        given = _parsed(record[key], key) if key in record else None
-        if given is not None and given not in ([], {}):
-            return _lettered(given, key)
-    found = {}
+        value = _parsed(record[key], key) if key in record else None
+        if value is not None and value not in ([], {}):
+            return _lettered(value, key)
+    columns = {}
     for letter in LETTER_KEYS:
         if letter not in record or record[letter] is None:
             break
-        found[letter] = record[letter]
-    return _lettered(found, "A") if len(found) > 1 else {}
+        columns[letter] = record[letter]
+    return _lettered(columns, "A") if len(columns) > 1 else {}
 
 
-def _lettered(given: Any, key: str) -> dict[str, str]:
-    if isinstance(given, Mapping):
+def _lettered(value: Any, key: str) -> dict[str, str]:
+    if isinstance(value, Mapping):
         # a table's column of objects has nulls where a record has fewer letters
-        options = {str(name): text for name, text in given.items() if text is not None}
+        options = {str(name): text for name, text in value.items() if text is not None}
         if set(options) == {"label", "text"} and all(isinstance(x, list) for x in options.values()):
-            given = options["text"]  # ARC's
+            value = options["text"]  # ARC's
         else:
             return {name: _text(text, key) for name, text in options.items()}
-    if not isinstance(given, list):
-        raise SampleProblem("bad_turn", f"`{key}` is a {type(given).__name__}, not a list of texts")
-    if len(given) > len(LETTERS):
-        raise SampleProblem("bad_turn", f"`{key}` has {len(given)} options; at most {len(LETTERS)}")
-    return dict(zip(LETTERS, (_text(text, key) for text in given), strict=False))
+    if not isinstance(value, list):
+        raise SampleProblem("bad_turn", f"`{key}` is a {type(value).__name__}, not a list of texts")
+    if len(value) > len(LETTERS):
+        raise SampleProblem("bad_turn", f"`{key}` has {len(value)} options; at most {len(LETTERS)}")
+    return dict(zip(LETTERS, (_text(text, key) for text in value), strict=False))
 
 
-def _text(given: Any, key: str) -> str:
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return str(given)
-    if not isinstance(given, str):
-        raise SampleProblem("bad_turn", f"`{key}` holds a {type(given).__name__}, not a text")
-    return given
+def _text(value: Any, key: str) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise SampleProblem("bad_turn", f"`{key}` holds a {type(value).__name__}, not a text")
+    return value
 
 
-def _parsed(given: Any, key: str) -> Any:
+def _parsed(raw: Any, key: str) -> Any:
     """A list or an object that is given as a text; other values as they are."""
-    if not isinstance(given, str):
-        return given
-    if not given.strip():
+    if not isinstance(raw, str):
+        return raw
+    if not raw.strip():
         return None
-    bad = SampleProblem("bad_turn", f"`{key}` is the text {given[:40]!r}, not a list of options")
-    if len(given) > _MOST_CHARACTERS:
+    bad = SampleProblem("bad_turn", f"`{key}` is the text {raw[:40]!r}, not a list of options")
+    if len(raw) > _MOST_CHARACTERS:
         raise bad
     try:
-        value = json.loads(given)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
         try:
             with warnings.catch_warnings():  # of escapes that Python does not know
                 warnings.simplefilter("ignore")
-                value = ast.literal_eval(given.strip())
+                value = ast.literal_eval(raw.strip())
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             raise bad from None
     # NumPy prints lists without commas, which Python reads as one text

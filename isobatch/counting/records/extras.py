@@ -64,7 +64,7 @@ def kinds_in(texts: Iterable[str]) -> Kinds:
     """The kinds of values in the columns of some records, as `read_extras` gives them."""
     records = (json.loads(text).items() for text in texts)
     return _joined(
-        (name, [kind_of(value)]) for each in records for name, value in each if value is not None
+        (name, [kind_of(value)]) for items in records for name, value in items if value is not None
     )
 
 
@@ -74,10 +74,10 @@ def joined_kinds(parts: Iterable[Kinds]) -> Kinds:
 
 
 def _joined(pairs: Iterable[tuple[str, list[Kind]]]) -> Kinds:
-    found: dict[str, set[Kind]] = {}
+    columns: dict[str, set[Kind]] = {}
     for name, kinds in pairs:
-        found.setdefault(name, set()).update(kinds)
-    return {name: sorted(found[name]) for name in sorted(found)}
+        columns.setdefault(name, set()).update(kinds)
+    return {name: sorted(columns[name]) for name in sorted(columns)}
 
 
 def types_of(names: Sequence[str], kinds: Kinds) -> ExtraTypes:
@@ -93,7 +93,7 @@ def kind_of(value: Any) -> Kind:
     """
     if not isinstance(value, list):
         return _scalar_kind(value)
-    kinds = {_scalar_kind(each) for each in value}
+    kinds = {_scalar_kind(item) for item in value}
     return next((kind for kind, inside in _LISTS.items() if kinds <= inside), "other")
 
 
@@ -120,4 +120,4 @@ def typed(value: Any, kind: ExtraType) -> Any:
         return None
     if kind == "double":
         return float(value)
-    return [float(each) for each in value] if kind == "list<double>" else value
+    return [float(number) for number in value] if kind == "list<double>" else value

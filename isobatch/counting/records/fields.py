@@ -106,7 +106,7 @@ def example_of(value: Any) -> str:
     if isinstance(value, bytes):
         return f"bytes of {len(value):,}"
     try:
-        text = json.dumps(_cut(value), ensure_ascii=False, default=lambda each: type(each).__name__)
+        text = json.dumps(_cut(value), ensure_ascii=False, default=lambda item: type(item).__name__)
     except (ValueError, TypeError, RecursionError):
         text = type(value).__name__
     text = text.encode("utf-8", "replace").decode()
@@ -118,7 +118,7 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str):
         return value[:MOST_EXAMPLE]
     if isinstance(value, list | tuple):
-        return [_cut(each) for each in value[:MOST_EXAMPLE]]
+        return [_cut(item) for item in value[:MOST_EXAMPLE]]
     return value
 
 
@@ -141,10 +141,10 @@ def unread_texts(unread: Sequence[Unread]) -> tuple[str, str] | None:
 
     Two texts, because those of the paths are the same few in all records of a source.
     """
-    found = dict(reversed(unread))
-    if not found:
+    by_path = dict(reversed(unread))
+    if not by_path:
         return None
-    paths, values = zip(*reversed(found.items()), strict=True)
+    paths, values = zip(*reversed(by_path.items()), strict=True)
     return json.dumps(paths, ensure_ascii=False), json.dumps(values, ensure_ascii=False)
 
 
@@ -154,34 +154,36 @@ def never_read(rows: Iterable[tuple[str, int, str]]) -> NeverRead:
     `rows`: paths as `unread_texts` gives them, the records with these, and the values of the first;
     in the order of those first records.
     """
-    found: NeverRead = {}
+    known: NeverRead = {}
     for paths, number, values in rows:
         pairs = zip(json.loads(paths), json.loads(values), strict=True)
-        add_never_read(found, {path: (number, value) for path, value in pairs})
-    return found
+        add_never_read(known, {path: (number, value) for path, value in pairs})
+    return known
 
 
-def add_never_read(found: NeverRead, more: NeverRead) -> None:
+def add_never_read(known: NeverRead, more: NeverRead) -> None:
     """Add what later records have."""
     for path, (number, example) in more.items():
-        name = path if path in found or len(found) < MOST_PATHS else OTHERS
-        before, first = found.get(name, (0, ""))
+        name = path if path in known or len(known) < MOST_PATHS else OTHERS
+        before, first = known.get(name, (0, ""))
         total = None if before is None or number is None else before + number
-        found[name] = total, first or example
+        known[name] = total, first or example
 
 
-def add_columns(found: NeverRead, columns: Mapping[str, str], kept: Collection[str]) -> None:
-    """Add columns that were not opened, each with a value; not those that are `kept`."""
-    names = [name for name in columns if name not in NO_MEANING and name not in kept]
-    add_never_read(found, {name: (None, columns[name]) for name in names})
+def add_columns(
+    known: NeverRead, columns: Mapping[str, str], keep_columns: Collection[str]
+) -> None:
+    """Add columns that were not opened, each with a value; not those of `keep_columns`."""
+    names = [name for name in columns if name not in NO_MEANING and name not in keep_columns]
+    add_never_read(known, {name: (None, columns[name]) for name in names})
 
 
-def add_described(found: NeverRead, unread: Iterable[Unread]) -> None:
+def add_described(known: NeverRead, unread: Iterable[Unread]) -> None:
     """Add keys of what describes the dataset."""
-    add_never_read(found, {path: (0, value) for path, value in unread})
+    add_never_read(known, {path: (0, value) for path, value in unread})
 
 
-def never_read_line(by_source: Mapping[str, NeverRead], most: int | None = 4) -> str:
+def never_read_line(by_source: Mapping[str, NeverRead], max_paths: int | None = 4) -> str:
     """One line of what was never read, the most frequent first; empty without any.
 
     >>> never_read_line({"vqa": {"options": (3040, '["A", "B"]'), "level": (12, '"hard"')}})
@@ -190,10 +192,10 @@ def never_read_line(by_source: Mapping[str, NeverRead], most: int | None = 4) ->
     joined: NeverRead = {}
     for paths in by_source.values():
         add_never_read(joined, paths)
-    listed = sorted(joined.items(), key=lambda each: -inf if each[1][0] is None else -each[1][0])
+    listed = sorted(joined.items(), key=lambda item: -inf if item[1][0] is None else -item[1][0])
     texts = [f"{path} ({_records(number)}, e.g. {first})" for path, (number, first) in listed]
-    if most is not None and len(texts) > most + 1:
-        texts[most:] = [f"and {len(texts) - most} more"]
+    if max_paths is not None and len(texts) > max_paths + 1:
+        texts[max_paths:] = [f"and {len(texts) - max_paths} more"]
     return f"never read: {', '.join(texts)}" if texts else ""
 
 

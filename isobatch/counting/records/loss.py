@@ -27,7 +27,7 @@ from isobatch.counting.records.media import SampleProblem
 from isobatch.counting.text.chat_tokenizer import Turn
 
 Learned = bool | tuple[tuple[int, int], ...] | None
-"""As `Turn.learned`."""
+"""What is learned of a turn, as `Turn.learned`."""
 
 _OF_ANSWERS = ("weight", "loss")
 _OF_ANY_TURN = ("train", "training", "loss_mask", "mask")
@@ -71,7 +71,8 @@ def parts_learned(
     is_on = learned if isinstance(learned, bool) else role == "assistant"
     if not any(off) or isinstance(learned, tuple) or not is_on:
         return learned
-    ranges, start = [], 0
+    ranges = []
+    start = 0
     for piece, is_off in zip(pieces, off, strict=True):
         if piece and not is_off:
             ranges.append((start, start + len(piece)))
@@ -94,14 +95,14 @@ def _said(turn: Fields, role: str) -> dict[str, bool]:
 
 
 def record_learned(
-    record: Fields, turns: tuple[Turn, ...], kept: Collection[str]
+    record: Fields, turns: tuple[Turn, ...], keep_columns: Collection[str]
 ) -> tuple[Turn, ...]:
-    """Turns with what the record itself says about its loss, but for the columns `kept`.
+    """Turns with what the record itself says about its loss, but for `keep_columns`.
 
     SampleProblem `not_learned` for a record that says it is not to be learned.
     """
     keys = (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED)
-    for key in (key for key in keys if key in record and key not in kept):
+    for key in (key for key in keys if key in record and key not in keep_columns):
         value = record.peek(key)
         if key in _LISTS and isinstance(value, Sequence) and not isinstance(value, str | bytes):
             if len(value) > 0:
@@ -124,17 +125,12 @@ def _by_list(
         fits = f"`{key}` is a list of {len(values)} for {len(turns)} turns"
         raise _refused(f"{fits}; give 0 or 1 for each")
     record[key]
-    switched = (
-        replace(turn, learned=_switched(bool(value), turn, answers_only=key == "weight"))
-        for value, turn in zip(values, turns[besides:], strict=True)
-    )
+    switched = []
+    for value, turn in zip(values, turns[besides:], strict=True):
+        is_as_before = key == "weight" or turn.role == "assistant"
+        learned = turn.learned if is_as_before else True
+        switched.append(replace(turn, learned=learned if value else False))
     return (*turns[:besides], *switched)
-
-
-def _switched(value: bool, turn: Turn, *, answers_only: bool) -> Learned:
-    if not value:
-        return False
-    return turn.learned if answers_only or turn.role == "assistant" else True
 
 
 def _switch(fields: Fields, key: str) -> bool | None:

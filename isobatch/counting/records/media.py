@@ -107,22 +107,22 @@ def read_into(root: Folder, media: Media, blobs: Blobs, view: memoryview) -> Non
     try:
         if media.container == FRAMES:
             data = pack_frames(_read_frames(root, media, blobs))
-            found = len(data)
-            view[:found] = data
+            num_bytes = len(data)
+            view[:num_bytes] = data
         elif media.container:
             place: Blobs = root
             name = media.container
             if name.startswith(BLOB_SCHEME):
                 place, name = blobs, name.removeprefix(BLOB_SCHEME)
             stored = place.read(name, media.offset, media.size)
-            found = len(stored)
-            view[:found] = stored
+            num_bytes = len(stored)
+            view[:num_bytes] = stored
         else:
-            found = root.read_into(media.name, view)
+            num_bytes = root.read_into(media.name, view)
     except OSError as error:
         raise SampleProblem("media_changed", f"{media.name}: {error.strerror or error}") from None
-    if found != media.size:
-        changed = f"{media.name}: {media.size} bytes when counted, {found} now"
+    if num_bytes != media.size:
+        changed = f"{media.name}: {media.size} bytes when counted, {num_bytes} now"
         raise SampleProblem("media_changed", changed)
 
 
@@ -138,8 +138,8 @@ def frames_in_folder(root: Folder, name: str) -> tuple[Media, ...]:
     """The images in a folder, by the numbers in their names; none if there is no such folder."""
     if not root.has_folder(name):
         return ()
-    found = [info.name for info in root.files(name)]
-    names = [each for each in found if PurePosixPath(each).suffix.lower() in FRAME_SUFFIXES]
+    paths = [info.name for info in root.files(name)]
+    names = [path for path in paths if PurePosixPath(path).suffix.lower() in FRAME_SUFFIXES]
     names.sort(key=_natural)
     return tuple(map(Media, names))
 
@@ -198,16 +198,16 @@ def files_of(record: Fields, kind: str) -> list[Media]:
 
     If several have, one of them must list the files of the others too; else SampleProblem.
     """
-    found: dict[str, list[Media]] = {}
+    by_key: dict[str, list[Media]] = {}
     for key in FILE_KEYS[kind]:
         if files := files_under(record, key, kind):
-            found[key] = files
-    if not found:
+            by_key[key] = files
+    if not by_key:
         return []
-    files = max(found.values(), key=len)
-    for others in found.values():
+    files = max(by_key.values(), key=len)
+    for others in by_key.values():
         if any(file not in files for file in others):
-            keys = " and ".join(f"`{each}`" for each in found)
+            keys = " and ".join(f"`{name}`" for name in by_key)
             bad = f"{keys} hold different files; give all of them under one key, in order"
             raise SampleProblem(f"bad_{kind}_field", bad)
     return files
@@ -215,8 +215,8 @@ def files_of(record: Fields, kind: str) -> list[Media]:
 
 def files_under(record: Fields, key: str, kind: str) -> list[Media]:
     """The files that a record has under one key, if any."""
-    given = record.peek(key)
-    if given is None or _is_empty(given):
+    value = record.peek(key)
+    if value is None or _is_empty(value):
         return []
     values = _inside(record, record[key], key)
     if isinstance(values, Fields) and (marks := marked_files(values)) is not None:
@@ -224,33 +224,33 @@ def files_under(record: Fields, key: str, kind: str) -> list[Media]:
     return _several(values, kind)
 
 
-def marked_files(given: Any) -> dict[int, str] | None:
+def marked_files(value: Any) -> dict[int, str] | None:
     """Number -> key of files by their marks, as MiniCPM-V has them; None for anything else.
 
     >>> marked_files({"<image_01>": "b.jpg", "<image_00>": "a.jpg"})
     {0: '<image_00>', 1: '<image_01>'}
     """
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(value, Mapping) or not value:
         return None
-    matches = [_FILE_MARK.fullmatch(key) for key in given if isinstance(key, str)]
-    if len(matches) < len(given) or not all(matches):
+    matches = [_FILE_MARK.fullmatch(key) for key in value if isinstance(key, str)]
+    if len(matches) < len(value) or not all(matches):
         return None
-    found = {int(match[1]): match[0] for match in matches if match}
-    return dict(sorted(found.items())) if len(found) == len(given) else None
+    marks = {int(match[1]): match[0] for match in matches if match}
+    return dict(sorted(marks.items())) if len(marks) == len(value) else None
 
 
-def _inside(record: Fields, given: Any, key: str) -> Any:
+def _inside(record: Fields, value: Any, key: str) -> Any:
     """Objects in a field of files, as fields of their own."""
-    if isinstance(given, list | tuple):
-        return [_inside(record, each, f"{key}[]") for each in given]
-    return record.inner(given, key)
+    if isinstance(value, list | tuple):
+        return [_inside(record, item, f"{key}[]") for item in value]
+    return record.inner(value, key)
 
 
-def _several(given: Any, kind: str) -> list[Media]:
+def _several(value: Any, kind: str) -> list[Media]:
     """The files of a field; of videos, a list of images or a list in the list is one."""
-    if not isinstance(given, list | tuple):
-        return [media_of(given, kind)]
-    several = [media_of(one, kind) for one in given]
+    if not isinstance(value, list | tuple):
+        return [media_of(value, kind)]
+    several = [media_of(one, kind) for one in value]
     if kind == "video" and all(map(_is_frame, several)):
         return [_film(several)]
     return several
@@ -269,48 +269,53 @@ def _is_frame(media: Media) -> bool:
     return not media.frames and PurePosixPath(media.name).suffix.lower() in FRAME_SUFFIXES
 
 
-def _is_empty(given: Any) -> bool:
+def _is_empty(content: Any) -> bool:
     """Whether a field gives no file: None, an empty text or list, a struct of nulls."""
-    if isinstance(given, Mapping):
-        return bool(given) and all(value is None for value in given.values())
-    return given is None or (isinstance(given, str | list | tuple) and len(given) == 0)
+    if isinstance(content, Mapping):
+        return bool(content) and all(value is None for value in content.values())
+    return content is None or (isinstance(content, str | list | tuple) and len(content) == 0)
 
 
-def media_of(given: Any, kind: str) -> Media:
+def media_of(value: Any, kind: str) -> Media:
     """A file given by path, by content, as a `data:` URL, or as Hugging Face's {path, bytes}.
 
     A video also as a list of images.
     """
-    if isinstance(given, Media):
-        return given
-    if kind == "video" and isinstance(given, list | tuple):
-        return _film([media_of(one, "image") for one in given])
-    if isinstance(given, bytes):
-        return Media(kind, data=given)
-    if isinstance(given, Mapping):
-        return _from_struct(given.get("bytes"), given.get("path"), kind)
-    if not isinstance(given, str) or not given:
-        is_short = isinstance(given, str | int | float | None)
-        shown = f"{given!r:.80}" if is_short else f"a {type(given).__name__}"
+    if isinstance(value, Media):
+        return value
+    if kind == "video" and isinstance(value, list | tuple):
+        return _film([media_of(one, "image") for one in value])
+    if isinstance(value, bytes):
+        return Media(kind, data=value)
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path")
+        if not isinstance(data, bytes):
+            return media_of(path, kind)
+        # a name here is for messages only
+        name = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
+        return Media(name or kind, data=data)
+    if not isinstance(value, str) or not value:
+        is_short = isinstance(value, str | int | float | None)
+        shown = f"{value!r:.80}" if is_short else f"a {type(value).__name__}"
         bad = f"`{kind}` is {shown}; give a path, a file's content, or a list of them"
         raise SampleProblem(f"bad_{kind}_field", bad)
-    return _from_text(given, kind)
+    return _from_text(value, kind)
 
 
-def _from_text(given: str, kind: str) -> Media:
+def _from_text(text: str, kind: str) -> Media:
     """A file by its path or URL, or by its content as text."""
-    if given.startswith("data:"):
-        return _from_data_url(given, kind)
-    if given.startswith("file://"):
-        given = unquote(given.removeprefix("file://").removeprefix("localhost"))
-    elif len(given) > LEAST_BASE64 and _is_base64(given):
-        return media_of_base64(given, kind)
+    if text.startswith("data:"):
+        return _from_data_url(text, kind)
+    if text.startswith("file://"):
+        text = unquote(text.removeprefix("file://").removeprefix("localhost"))
+    elif len(text) > LEAST_BASE64 and _is_base64(text):
+        return media_of_base64(text, kind)
     try:
-        given.encode()
+        text.encode()
     except UnicodeEncodeError:
-        bad = f"the path {given[:80]!r} is not valid Unicode"
+        bad = f"the path {text[:80]!r} is not valid Unicode"
         raise SampleProblem(f"bad_{kind}_field", bad) from None
-    return Media(given)
+    return Media(text)
 
 
 def _is_base64(text: str) -> bool:
@@ -320,14 +325,6 @@ def _is_base64(text: str) -> bool:
     except ValueError:
         return False
     return kind_of_content(head) is not None
-
-
-def _from_struct(data: Any, path: Any, kind: str) -> Media:
-    if not isinstance(data, bytes):
-        return media_of(path, kind)
-    # a name here is for messages only
-    named = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
-    return Media(named or kind, data=data)
 
 
 def media_of_base64(text: Any, kind: str) -> Media:
@@ -343,20 +340,20 @@ def media_of_part(part: Fields, keys: tuple[str, ...], kind: str) -> Media | Non
     """The file of a message part under one of `keys`; None if it only marks its place."""
     every = (*keys, "url", "path", "base64", "source")
     key = next((key for key in every if part.peek(key) is not None), None)
-    given = None if key is None else _inside(part, part[key], key)
-    if key == "base64" and isinstance(given, str) and not given.startswith("data:"):
-        return media_of_base64(given, kind)
-    if isinstance(given, Fields):
-        if given.peek("url") is not None:
-            given = given["url"]
-        elif given.peek("data") is not None:
+    value = None if key is None else _inside(part, part[key], key)
+    if key == "base64" and isinstance(value, str) and not value.startswith("data:"):
+        return media_of_base64(value, kind)
+    if isinstance(value, Fields):
+        if value.peek("url") is not None:
+            value = value["url"]
+        elif value.peek("data") is not None:
             for about in ("type", "media_type"):  # Anthropic's, which the content tells too
-                given.get(about)
-            return media_of_base64(given["data"], kind)
-    if given is None:
+                value.get(about)
+            return media_of_base64(value["data"], kind)
+    if value is None:
         return None
     asked = tuple((key, part[key]) for key in ASKED_KEYS if part.peek(key) is not None)
-    return replace(media_of(given, kind), asked=asked)
+    return replace(media_of(value, kind), asked=asked)
 
 
 def _from_data_url(url: str, kind: str) -> Media:

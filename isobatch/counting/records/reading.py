@@ -27,14 +27,16 @@ class Reading:
     video_tokens: tuple[str, ...] = ()
     audio_tokens: tuple[str, ...] = ()
     seed: int = 0
-    """Of answers that are drawn."""
+    """Seed of answers that are drawn."""
 
     def identity(self) -> dict[str, str]:
         """What a build's manifest says: the options that are not the defaults."""
         options = [field for field in fields(self) if field.name in READING_OPTIONS]
-        given = {field.name: str(getattr(self, field.name)) for field in options}
+        values = {field.name: str(getattr(self, field.name)) for field in options}
         return {
-            field.name: given[field.name] for field in options if given[field.name] != field.default
+            field.name: values[field.name]
+            for field in options
+            if values[field.name] != field.default
         }
 
 

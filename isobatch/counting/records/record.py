@@ -109,7 +109,7 @@ class Content:
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
     turns_path: str = ""
-    """Where the turns are in the record, such as `messages[]`."""
+    """Path of the turns in the record, such as `messages[]`."""
     objects: Objects | None = None
     """What the texts' `<ref-object>` and `<bbox>` mean, until the images' sizes are known."""
 
@@ -125,11 +125,11 @@ class RawSample:
     audios: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
     objects: Objects | None = None
-    """As of `Content`."""
+    """Objects as of `Content`."""
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
     turns_path: str = field(default="", compare=False)
-    """As in `Content`."""
+    """Path of the turns, as in `Content`."""
     unread: tuple[Unread, ...] = field(default=(), compare=False)
     """Keys of the record that were never read."""
 
@@ -144,15 +144,15 @@ class Rejected:
     detail: str
 
 
-def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
-    """Whether lists and objects are nested more than `most` deep.
+def is_deep(value: Any, max_depth: int = MOST_DEPTH) -> bool:
+    """Whether lists and objects are nested more than `max_depth` deep.
 
     >>> is_deep([[1]], 1), is_deep([[1]], 2)
     (True, False)
     """
     level = [value] if isinstance(value, list | dict) else []
-    for _ in range(most):
-        inside = (each.values() if isinstance(each, dict) else each for each in level)
+    for _ in range(max_depth):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
         level = [x for values in inside for x in values if isinstance(x, list | dict)]
     return bool(level)
 

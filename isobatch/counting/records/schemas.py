@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from isobatch.counting.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from isobatch.counting.records._message_fields import (
     CALL_ROLES,
     joined_calls,
@@ -29,7 +28,15 @@ from isobatch.counting.records.media import (
     media_of_part,
 )
 from isobatch.counting.records.places.grounding import OBJECTS_KEY, read_objects
-from isobatch.counting.records.places.marks import NUMBERED_KEYS, column_numbers, record_files
+from isobatch.counting.records.places.marks import (
+    MARKERS,
+    NUMBERED_KEYS,
+    column_numbers,
+    edited,
+    first_question,
+    place_marks,
+    record_files,
+)
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
 from isobatch.counting.records.record import (
     TOO_DEEP,
@@ -81,7 +88,7 @@ INPUT_KEYS = ("input", "context")
 """What an instruction is about, in Alpaca's and in Dolly's words."""
 CAPTION_KEYS = ("caption", "txt", "TEXT")
 PAIR_KEYS = ("width", "image_phash")
-"""Next to `url` and `text`, these tell a pair of COYO or LAION from a web page."""
+"""Keys next to `url` and `text` that tell a pair of COYO or LAION from a web page."""
 URL_KEYS = ("url", "URL", "raw_url")
 CONTENT_KEYS: frozenset[str] = frozenset(
     {*TURN_KEYS, OTHER_TURNS_KEY, "text_list", "texts", "text", *CAPTION_KEYS}
@@ -140,7 +147,7 @@ def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> Raw
             videos=content.videos,
             objects=content.objects,
             turns_path=content.turns_path,
-            unread=tuple(each for each in record.unread() if each[0] not in reading.keep_columns),
+            unread=tuple(pair for pair in record.unread() if pair[0] not in reading.keep_columns),
         )
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
@@ -149,18 +156,18 @@ def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> Raw
 def id_of(value: Any, fallback: str) -> str:
     """The id in a record, or else `fallback`."""
     for key in ("id", "__key__"):
-        given = value.get(key) if isinstance(value, Mapping) else None
-        if isinstance(given, int | float) and not isinstance(given, bool):
-            return str(given)
+        number = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            return str(number)
         if text := _text(value, key):
             return text
     return fallback
 
 
 def _text(value: Any, key: str) -> str:
-    given = value.get(key) if isinstance(value, Mapping) else None
+    text = value.get(key) if isinstance(value, Mapping) else None
     # surrogates would break every writer downstream; the text itself is checked by the tokenizer
-    return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""
+    return text.encode("utf-8", "replace").decode("utf-8") if isinstance(text, str) else ""
 
 
 # --- conversations ---
@@ -168,19 +175,19 @@ def _text(value: Any, key: str) -> str:
 
 def _conversation(record: Fields, reading: Reading) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    found = {}
+    by_key = {}
     for key in TURN_KEYS:
         raw = _rows(_parsed(record.peek(key), key))
         if isinstance(raw, list | tuple) and raw:
             record[key]
-            found[key] = raw
-    if not found:
+            by_key[key] = raw
+    if not by_key:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
-    both = [_turns(record, raw, key) for key, raw in found.items()]
+    both = [_turns(record, raw, key) for key, raw in by_key.items()]
     if len(both) > 1 and both[1] != both[0]:
         bad = "`conversations` and `messages` are different conversations; keep one"
         raise SampleProblem("bad_turn", bad)
-    return _content_of_turns(record, *both[0], f"{next(iter(found))}[]", reading)
+    return _content_of_turns(record, *both[0], f"{next(iter(by_key))}[]", reading)
 
 
 def _content_of_turns(
@@ -194,10 +201,10 @@ def _content_of_turns(
             record[key]
             turns = with_them
             break
-    files = {kind: _files(record, kind, given) for kind, given in parts.items()}
+    files = {kind: _files(record, kind, places) for kind, places in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    content = replace(with_files(turns, files, reading, column_numbers(record)), turns_path=path)
+    content = replace(_with_files(turns, files, reading, column_numbers(record)), turns_path=path)
     objects = read_objects(record, turns, files["image"] or content.images, content.images)
     return content if objects is None else replace(content, objects=objects)
 
@@ -207,7 +214,8 @@ def _single_key(record: Fields, reading: Reading) -> Content:
 
     One output without an input is a document, as xtuner has it for pre-training.
     """
-    key, path = OTHER_TURNS_KEY, f"{OTHER_TURNS_KEY}[]"
+    key = OTHER_TURNS_KEY
+    path = f"{OTHER_TURNS_KEY}[]"
     raw = _rows(_parsed(record[key], key))
     if not _are_objects(raw):
         raise SampleProblem("no_conversation", f"`{key}` is no list of turns or pairs")
@@ -217,7 +225,7 @@ def _single_key(record: Fields, reading: Reading) -> Content:
     if roles is None:
         raise SampleProblem("bad_turn", f"`{path}` has neither roles nor {PAIR_ROLES}")
     messages: list[Any] = []
-    for number, pair in enumerate(record.inner(each, path) for each in raw):
+    for number, pair in enumerate(record.inner(item, path) for item in raw):
         if number == 0 and not is_empty(pair.peek("system")):
             messages.append({"role": "system", "content": pair["system"]})
         question, answer = (pair.get(role) for role in roles)
@@ -290,7 +298,7 @@ def _turns(record: Fields, raw: Sequence[Any], key: str) -> tuple[tuple[Turn, ..
 
 def _files(record: Fields, kind: str, places: _Places) -> list[Media]:
     """The files that parts of messages bring, else those of the record."""
-    files = [each for each in places if each is not None] or record_files(record, kind)
+    files = [media for media in places if media is not None] or record_files(record, kind)
     if places and not files:
         bad = f"{len(places)} parts of the type {kind} for 0 files"
         raise SampleProblem(f"marker_without_{kind}", bad)
@@ -313,19 +321,19 @@ def _parsed(raw: Any, key: str) -> Any:
 def _turn(item: Any, number: int, parts: _Parts) -> Turn:
     if not isinstance(item, Fields):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
-    given, text = _read_first(item, "from", "role"), _read_first(item, "value", "content")
-    if given is not None and given == item.peek("role"):
+    raw_role, text = _read_first(item, "from", "role"), _read_first(item, "value", "content")
+    if raw_role is not None and raw_role == item.peek("role"):
         item["role"]
-    role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
+    role = ROLES.get(raw_role.strip().lower()) if isinstance(raw_role, str) else None
     if role is None:
-        bad = f"turn {number} has the role {str(given)[:80]!r}; known: {', '.join(ROLES)}"
+        bad = f"turn {number} has the role {str(raw_role)[:80]!r}; known: {', '.join(ROLES)}"
         raise SampleProblem("bad_turn", bad)
     several, pieces = [], []
     if isinstance(text, list):
         several = [item.inner(part, "content[]") for part in text]
         pieces = [_part(part, number, parts) for part in several]
         text = "".join(pieces)
-    text, more = read_fields(item, str(given).strip().lower(), text, number)
+    text, more = read_fields(item, str(raw_role).strip().lower(), text, number)
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the text of turn {number} is a {type(text).__name__}")
     learned = turn_learned(item, role, text)
@@ -336,7 +344,7 @@ def _part(part: Any, number: int, parts: _Parts) -> str:
     """A part of an OpenAI message as text; its file is added to `parts`."""
     kind = part.get("type") if isinstance(part, Fields) else None
     if kind in ("text", "input_text", "output_text") and isinstance(part.peek("text"), str):
-        return plain_text(part["text"])
+        return _plain_text(part["text"])
     for name, marker in MARKERS.items():
         keys = (f"{name}_url", f"input_{name}", name)
         if kind in keys:
@@ -349,20 +357,20 @@ def _part(part: Any, number: int, parts: _Parts) -> str:
 
 def _with_system(record: Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """Turns after a system prompt next to them; one of their own leaves that unread."""
-    given = {key: record.peek(key) for key in SYSTEM_KEYS if not is_empty(record.peek(key))}
-    if not given:
+    prompts = {key: record.peek(key) for key in SYSTEM_KEYS if not is_empty(record.peek(key))}
+    if not prompts:
         return turns
     if turns[0].role == "system":
-        for key, system in given.items():
+        for key, system in prompts.items():
             if system == turns[0].text:
                 record[key]
         return turns
-    for key, system in given.items():
+    for key, system in prompts.items():
         if not isinstance(record[key], str):
             raise SampleProblem("bad_turn", f"`{key}` is a {type(system).__name__}")
-    if len(set(given.values())) > 1:
-        raise SampleProblem("bad_turn", f"{' and '.join(f'`{key}`' for key in given)} differ")
-    return (Turn("system", next(iter(given.values()))), *turns)
+    if len(set(prompts.values())) > 1:
+        raise SampleProblem("bad_turn", f"{' and '.join(f'`{key}`' for key in prompts)} differ")
+    return (Turn("system", next(iter(prompts.values()))), *turns)
 
 
 # --- documents ---
@@ -384,13 +392,13 @@ def _mmc4(record: Fields, _reading: Reading) -> Content:
             raise SampleProblem("bad_image_field", bad)
         before.setdefault(place, []).append(_mmc4_image(info))
     markers = (IMAGE_MARKER * len(before.get(place, ())) for place in range(len(sentences)))
-    texts = [marker + plain_text(text) for marker, text in zip(markers, sentences, strict=True)]
+    texts = [marker + _plain_text(text) for marker, text in zip(markers, sentences, strict=True)]
     images = [image for place in sorted(before) for image in before[place]]
     return _document(" ".join(texts), {"image": images})
 
 
 def _mmc4_image(info: Fields) -> Media:
-    """By name, as base64 (converters to tars), or by a URL that nobody has downloaded."""
+    """The image by name, as base64 (converters to tars), or by a URL that nobody downloaded."""
     if info.peek("image_base64") is not None:
         return media_of_base64(info["image_base64"], "image")
     return media_of(info.get("image_name") or info.get("raw_url"), "image")
@@ -407,7 +415,7 @@ def _obelics(record: Fields, _reading: Reading) -> Content:
             raise SampleProblem("bad_turn", f"`texts` holds a {type(text).__name__}")
     files = [media_of(record.inner(image, "images[]"), "image") for image in images if image]
     pairs = zip(images, texts, strict=True)
-    pieces = [IMAGE_MARKER * bool(image) + plain_text(text or "") for image, text in pairs]
+    pieces = [IMAGE_MARKER * bool(image) + _plain_text(text or "") for image, text in pairs]
     return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
@@ -420,7 +428,7 @@ def _caption(record: Fields, _reading: Reading) -> Content:
     if not any(files.values()):
         raise _no_image(record)
     markers = "".join(marker * len(files[kind]) for kind, marker in MARKERS.items())
-    return _document(markers + plain_text(text), files)
+    return _document(markers + _plain_text(text), files)
 
 
 def _no_image(record: Fields) -> SampleProblem:
@@ -442,19 +450,19 @@ def _document_text(record: Fields, reading: Reading) -> Content:
         raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
     files = {kind: record_files(record, kind) for kind in MARKERS}
     if not files["image"]:
-        text = plain_text(text)
-    placed = with_files((Turn(DOCUMENT, text),), files, reading, column_numbers(record))
+        text = _plain_text(text)
+    placed = _with_files((Turn(DOCUMENT, text),), files, reading, column_numbers(record))
     images, videos, audios = placed.images, placed.videos, placed.audios
     return _document(placed.turns[0].text, {"image": images, "video": videos, "audio": audios})
 
 
-def _document(text: str, files: Files) -> Content:
+def _document(text: str, files: Mapping[str, Sequence[Media]]) -> Content:
     bare = text.replace(IMAGE_MARKER, "")
     for kind in (kind for kind in files if files[kind]):
         bare = bare.replace(MARKERS[kind], "")
     if not bare.strip():
         raise SampleProblem("no_conversation", "the text is empty")
-    return content_of((Turn(DOCUMENT, text),), files)
+    return _content_of((Turn(DOCUMENT, text),), files)
 
 
 # --- the schema of a record ---
@@ -503,8 +511,8 @@ def _read_first(record: Fields, *keys: str) -> Any:
     return None
 
 
-def _are_objects(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(x, Mapping) for x in given)
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
 
 
 def _rows(raw: Any) -> Any:
@@ -515,3 +523,53 @@ def _rows(raw: Any) -> Any:
     if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
         return raw
     return [dict(zip(raw, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+# --- markers: as many as there are files of their kind ---
+
+
+def _plain_text(text: str) -> str:
+    """A text without markers: its schema says itself where images are."""
+    if IMAGE_MARKER in text:
+        bad = f"the text holds {IMAGE_MARKER}, and its images have places already"
+        raise SampleProblem("marker_without_image", bad)
+    return text
+
+
+def _with_files(
+    turns: tuple[Turn, ...],
+    files: Mapping[str, Sequence[Media]],
+    reading: Reading,
+    numbers: Mapping[str, Sequence[int]] | None = None,
+) -> Content:
+    """The content of these turns and files, with a marker for each file; SampleProblem if more.
+
+    `numbers`: kind -> those of the columns that its files are from, if they are numbered.
+    """
+    placed = dict(files)
+    # each goes before those that are there: clips, images, videos
+    for kind in ("video", "image", "audio"):
+        several = (numbers or {}).get(kind, ())
+        turns, placed[kind] = place_marks(turns, kind, files[kind], reading, several)
+        if placed[kind] or kind == "image":
+            turns = _with_markers(turns, MARKERS[kind], len(placed[kind]))
+    return _content_of(turns, placed)
+
+
+def _content_of(turns: tuple[Turn, ...], files: Mapping[str, Sequence[Media]]) -> Content:
+    """The content of turns with all their markers."""
+    images, videos, audios = (tuple(files.get(kind, ())) for kind in MARKERS)
+    return Content(turns, images, audios, videos)
+
+
+def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
+    """Turns with a marker per file, added before the first user turn; none too many."""
+    missing = num_files - sum(turn.text.count(marker) for turn in turns)
+    if missing < 0:
+        bad = f"{num_files - missing} {marker} markers for {num_files} files"
+        raise SampleProblem(f"marker_without_{marker[1:-1]}", bad)
+    if missing == 0:
+        return turns
+    first = first_question(turns)
+    marked = edited(turns[first], [(0, 0, f"{marker}\n" * missing)])
+    return (*turns[:first], marked, *turns[first + 1 :])

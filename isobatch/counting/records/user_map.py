@@ -27,9 +27,9 @@ class UserMap:
     """A function over records."""
 
     name: str
-    """`module:function`, without folders."""
+    """Module and function (`module:function`), without folders."""
     sha256: str
-    """Of the file that it is in."""
+    """SHA-256 of the file that it is in."""
     function: Callable[[dict[str, Any]], Any]
 
     def identity(self) -> dict[str, str]:
@@ -42,9 +42,9 @@ class UserMap:
             yield record
             return
         try:
-            given = self.function(dict(record.value))
-            is_many = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
-            several = list(given) if is_many else [given]
+            result = self.function(dict(record.value))
+            is_many = isinstance(result, Iterable) and not isinstance(result, Mapping | str)
+            several = list(result) if is_many else [result]
         except (Exception, SystemExit) as error:  # of the user's code, about this record
             why = f"{self.name}: {type(error).__name__}: {first_line(error)}"
             yield replace(record, broken=why, reason="map_failed")
@@ -68,29 +68,29 @@ def load_map(spec: str) -> UserMap:
     if not colon or not place or not name:
         raise ConfigError(f"--map {spec}: give module:function or path/to/file.py:function")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        if place.endswith(".py"):
+            module = _load_file(Path(place))
+        else:
+            here = str(Path.cwd())
+            if here not in sys.path:  # a command's path begins with its own folder
+                sys.path.append(here)
+            module = importlib.import_module(place)
     except (Exception, SystemExit) as error:  # of the user's code, when it is imported
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"--map {spec}: {place} cannot be loaded: {why}") from None
-    function, file = getattr(module, name, None), getattr(module, "__file__", None)
+    function = getattr(module, name, None)
+    file = getattr(module, "__file__", None)
     if not callable(function) or file is None:
         raise ConfigError(f"--map {spec}: {place} has no function {name}")
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return UserMap(name=f"{Path(place).stem}:{name}", sha256=digest, function=function)
 
 
-def _load_module(name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:  # a command's path begins with its own folder
-        sys.path.append(here)
-    return importlib.import_module(name)
-
-
 def _load_file(path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(f"isobatch_map_{path.stem}", path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(f"isobatch_map_{path.stem}", path)
+    if spec is None or spec.loader is None:
         raise ConfigError("not a Python file")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look their module up
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
     return module

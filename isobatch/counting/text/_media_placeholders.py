@@ -111,17 +111,19 @@ def write_markups(
     """
     longest_first = sorted(markups, key=len, reverse=True)
     first, *rest = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-    found, pieces = rest[::2], rest[1::2]
-    for placeholder, given in markups.items():
-        if given is not None and found.count(placeholder) != len(given):
-            there = f"{found.count(placeholder)} {placeholder}"
-            raise ValueError(f"{there} for {len(given)} files")
-    following = {placeholder: iter(given) for placeholder, given in markups.items() if given}
-    written = [next(following[each]) if each in following else each for each in found]
+    placeholders, pieces = rest[::2], rest[1::2]
+    for placeholder, of_files in markups.items():
+        if of_files is not None and placeholders.count(placeholder) != len(of_files):
+            there = f"{placeholders.count(placeholder)} {placeholder}"
+            raise ValueError(f"{there} for {len(of_files)} files")
+    following = {
+        placeholder: iter(of_files) for placeholder, of_files in markups.items() if of_files
+    }
+    written = [next(following[name]) if name in following else name for name in placeholders]
     old = new = len(first)
     # (a place in the old text, how far all after it moves)
     moves = [(0, 0)]
-    for placeholder, markup, piece in zip(found, written, pieces, strict=True):
+    for placeholder, markup, piece in zip(placeholders, written, pieces, strict=True):
         moves.append((old + len(placeholder), new + len(markup) - old - len(placeholder)))
         old += len(placeholder) + len(piece)
         new += len(markup) + len(piece)
@@ -131,7 +133,7 @@ def write_markups(
     def moved(place: int) -> int:
         return place + moves[bisect_right(places, place) - 1][1]
 
-    return text, [(moved(start), moved(end)) for start, end in spans], found
+    return text, [(moved(start), moved(end)) for start, end in spans], placeholders
 
 
 def add_markup(

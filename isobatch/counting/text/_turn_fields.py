@@ -15,10 +15,10 @@ Field = tuple[int, str]
 """Number of a turn, and the key of a field."""
 
 DROPPED_THOUGHT = "<think>"
-"""As the key of a field: a thought in a turn's text that the template leaves out."""
+"""Key of a field that stands for a thought in a turn's text that the template leaves out."""
 _TOOLS = "tools"
 _MOST_HALVINGS = 7
-"""Of a conversation's fields of one key. What is not told apart then counts as used."""
+"""Halvings of a conversation's fields of one key; what is not told apart then counts as used."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thought; the first one counts."""
 _CALL = {"key of a probe": "value"}
@@ -48,9 +48,9 @@ def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return guard(value)
     if isinstance(value, list):
-        return [_guarded(each, guard) for each in value]
+        return [_guarded(item, guard) for item in value]
     if isinstance(value, dict):
-        return {guard(key): _guarded(each, guard) for key, each in value.items()}
+        return {guard(key): _guarded(item, guard) for key, item in value.items()}
     return value
 
 
@@ -80,10 +80,9 @@ class MessageFields:
             for key in dict.fromkeys(key for _, key in fields):
                 group = [field for field in fields if field[1] == key]
                 unused += self._unused(group, unused, full, messages, tools)
-        left, kept_tools = _left(unused, messages, tools)
-        kept = [_with_thought(message) for message in left]
+        used, used_tools = _without_fields(unused, messages, tools)
         said = [(i, key) for i, key in unused if key == _TOOLS or messages[i][key] not in _EMPTY]
-        return kept, kept_tools, tuple(sorted(said))
+        return list(map(_with_thought, used)), used_tools, tuple(sorted(said))
 
     def _unused(
         self,
@@ -109,8 +108,8 @@ class MessageFields:
     ) -> str | None:
         """The text without some fields; None if the template refuses that."""
         try:
-            left, tools = _left(fields, messages, tools)
-            return self._template.render(list(map(_with_thought, left)), tools=tools)
+            used, tools = _without_fields(fields, messages, tools)
+            return self._template.render(list(map(_with_thought, used)), tools=tools)
         except TemplateRefusedError:
             return None
 
@@ -128,7 +127,9 @@ class MessageFields:
         None if both are well: templates that ask what they are given, and those that write none.
         """
         as_text = json.dumps(_CALL)
-        shown = {kind: self._shows_call(given) for kind, given in ((dict, _CALL), (str, as_text))}
+        shown = {
+            kind: self._shows_call(arguments) for kind, arguments in ((dict, _CALL), (str, as_text))
+        }
         if shown[dict] is None and shown[str] is not None:
             return str
         # the text of a text: its quotes are escaped
@@ -154,16 +155,16 @@ _OWN_KEYS = ("role", "content")
 _EMPTY: tuple[Any, ...] = ("", [], {}, None)
 
 
-def _left(
+def _without_fields(
     unused: Sequence[Field], messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[dict[str, Any]], Any]:
     """Messages and tools without some fields."""
     dropped = set(unused)
-    left = [
+    rest = [
         {key: value for key, value in message.items() if (i, key) not in dropped}
         for i, message in enumerate(messages)
     ]
-    return left, None if (0, _TOOLS) in dropped else tools
+    return rest, None if (0, _TOOLS) in dropped else tools
 
 
 def _with_thought(message: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from isobatch.counting.text.turn import Span
 # Unicode reserves these characters for use inside a program: no text for others has them.
 _OPEN, _CLOSE = "\ufdd8", "\ufdd9"
 _MARK = re.compile(f"{_OPEN}([a-z]+)([0-9]*),?([0-9]*){_CLOSE}")
-GENERATION = (f"{_OPEN}g{_CLOSE}", f"{_OPEN}h{_CLOSE}")
-"""Around what `{% generation %}` encloses."""
 
 
 def holds_marks(value: Any) -> bool:
@@ -59,7 +57,7 @@ class Places:
     edges: dict[int, list[int]] = field(default_factory=dict)
     """Number of an edge -> its places."""
     end_of_turns: int = 0
-    """Where the last loop over messages ends."""
+    """End of the last loop over messages."""
 
 
 def read_marks(marked: str) -> Places:
@@ -120,8 +118,8 @@ def prompt_end(turn: str, prompt: str, *, is_first: bool) -> int | None:
     """
     if turn.startswith(prompt):
         return len(prompt)
-    if is_first and (found := turn.find(prompt)) >= 0:
-        return found + len(prompt)
+    if is_first and (start := turn.find(prompt)) >= 0:
+        return start + len(prompt)
     same = next((i for i, (a, b) in enumerate(zip(turn, prompt, strict=False)) if a != b), None)
     if same is None:
         same = min(len(turn), len(prompt))

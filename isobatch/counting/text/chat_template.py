@@ -39,7 +39,7 @@ Message = Mapping[str, Any]
 `{"type": "image"}`."""
 
 Learned = bool | Sequence[Span] | None
-"""As `Turn.learned`."""
+"""What is learned of a message, as `Turn.learned`."""
 
 DEFAULT_DATE = date(2026, 1, 1)
 """What `strftime_now` gives where no date is given: the same text on any day."""
@@ -48,7 +48,7 @@ MOST_SAID = 2000
 MOST_OUTLINES = 4096
 """Shapes of conversations to remember."""
 MANY_ANSWERS = 48
-"""From here on not each answer's place is rendered, which takes the square of their number."""
+"""Answers from which on not each place is rendered, which takes the square of their number."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Unicode reserves these characters for use inside a program. Two that no message contains enclose
@@ -145,20 +145,20 @@ class ChatTemplate:
         edged: Sequence[Message],
         tools: Any = None,
     ) -> tuple[str, list[Span]]:
-        """As `render_with_answers`, with labels as `learned` says for each message.
+        """Render as `render_with_answers`, with labels as `learned` says for each message.
 
         `edged` are the messages with the marks `edge(2 * i)` and `edge(2 * i + 1)` in their texts:
         around all that has labels in message `i` because its author says so, once for each range.
         """
         text = self.render(messages, tools=tools)
         by_role = {i for i, m in enumerate(messages) if m["role"] == "assistant"}
-        kept = {i for i in by_role if learned[i] is None or learned[i] is True}
+        whole = {i for i in by_role if learned[i] is None or learned[i] is True}
         spans = []
-        if kept:
-            spans = [span for i, span in self._by_message(messages, tools) if i in kept]
-        given = [i for i, each in enumerate(learned) if each and i not in kept]
-        if given:
-            spans += self._between_edges(text, edged, given, tools)
+        if whole:
+            spans = [span for i, span in self._by_message(messages, tools) if i in whole]
+        in_parts = [i for i, value in enumerate(learned) if value and i not in whole]
+        if in_parts:
+            spans += self._between_edges(text, edged, in_parts, tools)
         return text, merged(spans)
 
     def _by_message(self, messages: Sequence[Message], tools: Any) -> list[tuple[int, Span]]:
@@ -176,9 +176,9 @@ class ChatTemplate:
         return [(i, span) for i, span in parts if i is not None]
 
     def _between_edges(
-        self, text: str, edged: Sequence[Message], given: Sequence[int], tools: Any
+        self, text: str, edged: Sequence[Message], numbers: Sequence[int], tools: Any
     ) -> list[Span]:
-        """What is between the edges of the messages `given`."""
+        """What is between the edges of the messages of these `numbers`."""
         places = read_marks(self.render(edged, tools=tools))
         if places.text != text:
             raise TemplateRefusedError(
@@ -186,7 +186,7 @@ class ChatTemplate:
                 " says are learned have no place of their own in the text"
             )
         spans = []
-        for i in given:
+        for i in numbers:
             starts, ends = places.edges.get(2 * i, []), places.edges.get(2 * i + 1, [])
             meant = edged[i]
             number = json.dumps(meant, ensure_ascii=False).count(edge(2 * i))
@@ -234,23 +234,27 @@ class ChatTemplate:
         of a conversation proves it.
         """
         number = itertools.count()
+
+        def stand_in() -> str:
+            return f"{_NONCHARACTERS[2]}{next(number)}{_NONCHARACTERS[3]}"
+
         stand_ins = [
-            {**message, "content": _with_texts(message["content"], lambda: _stand_in(next(number)))}
+            {**message, "content": _with_texts(message["content"], stand_in)}
             for message in messages
         ]
         try:
             text = self.render(stand_ins)
-            found = list(_STAND_IN.finditer(text))
-            if [match[1] for match in found] != [str(i) for i in range(next(number))]:
+            matches = list(_STAND_IN.finditer(text))
+            if [match[1] for match in matches] != [str(i) for i in range(next(number))]:
                 return None
             try:
-                spans = self._by_context(stand_ins, text, [match.span() for match in found])
+                spans = self._by_context(stand_ins, text, [match.span() for match in matches])
             except TemplateRefusedError as refusal:
                 spans = self._by_turns(stand_ins, text, None, refusal)
         except TemplateRefusedError:
             return None
-        ends = [0, *(match.end() for match in found)]
-        lengths = [0, *itertools.accumulate(len(match[0]) for match in found)]
+        ends = [0, *(match.end() for match in matches)]
+        lengths = [0, *itertools.accumulate(len(match[0]) for match in matches)]
         places = [(_place(a, ends, lengths), _place(b, ends, lengths)) for a, b in spans]
         roles = [m["role"] for m in messages for _ in range(_num_texts(m["content"]))]
         return _Outline(_STAND_IN.split(text)[::2], places, roles)
@@ -309,8 +313,8 @@ class ChatTemplate:
     def _places(self, messages: Sequence[Message], full: str, tools: Any) -> Places:
         """What the template's loop writes for each message of `full`."""
         # by identity, so the same object must not be two messages
-        own = [dict(message) for message in messages]
-        places = read_marks(self.render(own, tools=tools, place_marks=PlaceMarks(own)))
+        copies = [dict(message) for message in messages]
+        places = read_marks(self.render(copies, tools=tools, place_marks=PlaceMarks(copies)))
         if places.text != full:
             raise TemplateRefusedError("the chat template reads the text that it has written")
         return places
@@ -446,10 +450,6 @@ def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[
         if written == full:
             return spans
     return None
-
-
-def _stand_in(number: int) -> str:
-    return f"{_NONCHARACTERS[2]}{number}{_NONCHARACTERS[3]}"
 
 
 def _shape_and_texts(messages: Sequence[Message]) -> tuple[tuple[Any, ...], list[str]]:

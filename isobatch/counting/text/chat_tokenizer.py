@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import partial
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from isobatch.common.errors import ConfigError
 from isobatch.counting.text._control_tokens import ControlTokens
@@ -32,7 +32,6 @@ from isobatch.counting.text._media_placeholders import (
     text_part,
     write_markups,
 )
-from isobatch.counting.text._token_spans import spans_between, token_spans
 from isobatch.counting.text._turn_fields import (
     DROPPED_THOUGHT,
     MessageFields,
@@ -98,7 +97,7 @@ class TextRejected:
     """Why a conversation cannot be tokenised."""
 
     reason: str
-    """`invalid_utf8`, `chat_template`, `control_token` or `not_learned`."""
+    """Key of REASONS: `invalid_utf8`, `chat_template`, `control_token` or `not_learned`."""
     detail: str
 
 
@@ -109,7 +108,7 @@ class _Rendered:
     """Answers; in a document, markup."""
     is_document: bool
     num_files: dict[str, int]
-    """By kind: images, and videos and clips if the model takes them."""
+    """Kind -> files: images, and videos and clips if the model takes them."""
     num_tokens: dict[str, int]
     """Tokens of each kind: more than files where their markup has several runs."""
     videos_at: tuple[int, ...]
@@ -132,7 +131,7 @@ class ChatTokenizer:
         video: MediaMarkup | None,
         template_date: date,
     ) -> None:
-        """Built by `load`."""
+        """Make a tokenizer of files that are read: `load` does."""
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
         """Tokens declared under another id: content -> (declared id, id in use)."""
@@ -144,9 +143,9 @@ class ChatTokenizer:
         vocab = self._backend.get_vocab()
         self.image_token_id = vocab[image.token]
         self.audio_token_id = None if audio is None else vocab[audio.token]
-        """None for a model without audio."""
+        """Id of the audio token; None for a model without audio."""
         self.video_token_id = None if video is None else vocab[video.token]
-        """None for a model without videos; it may be the image token's."""
+        """Id of the video token, perhaps the image token's; None for a model without videos."""
         self.vocab_size = self._backend.get_vocab_size()
         """Number of tokens, added ones included: rows that the model's embedding needs."""
         self._template = ChatTemplate(template, files.named_tokens, template_date)
@@ -159,7 +158,16 @@ class ChatTokenizer:
         self._visual = [medium for medium in self._media if medium.kind != "audio"]
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
         self._bos, self._eos = document_ends(files, self._backend)
-        self.hash = _hash(files, self._backend, template, markups, self.template_date)
+        listed = sorted(self._backend.get_added_tokens_decoder().items())
+        parts = [
+            files.tokenizer_json,
+            {index: repr(token) for index, token in listed},
+            files.named_tokens,
+            template,
+            *map(given_options, markups),
+            *([] if self.template_date is None else [self.template_date]),
+        ]
+        self.hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         """Changes whenever the same text could be tokenised or labelled otherwise."""
 
     @classmethod
@@ -228,8 +236,8 @@ class ChatTokenizer:
         its videos.
         """
         none: list[Sequence[str]] = [()] * len(batch)
-        given = zip(batch, markups or none, video_markups or none, strict=True)
-        prepared = [self._prepare(turns, written) for turns, *written in given]
+        samples = zip(batch, markups or none, video_markups or none, strict=True)
+        prepared = [self._prepare(turns, written) for turns, *written in samples]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
             rows: dict[int, _Rendered] = {}
@@ -253,14 +261,15 @@ class ChatTokenizer:
         try:
             content.encode()
         except UnicodeEncodeError as error:
-            found = f"the lone surrogate {content[error.start]!r}"
+            surrogate = f"the lone surrogate {content[error.start]!r}"
             return TextRejected(
-                "invalid_utf8", f"character {error.start} of the conversation is {found}"
+                "invalid_utf8", f"character {error.start} of the conversation is {surrogate}"
             )
         tokens = frozenset(token for turn in turns for token in turn.tokens)
-        protected = self._control.occur_in(_without(self._writer.blank(content), tokens)) or (
-            more != "" and self._control.occur_in(more)
-        )
+        plain = self._writer.blank(content)
+        for token in tokens:
+            plain = plain.replace(token, "\0")
+        protected = self._control.occur_in(plain) or (more != "" and self._control.occur_in(more))
         if protected and not self._control.can_protect(content + more):
             both = "the text has a control token's string and private-use characters"
             return TextRejected("control_token", both)
@@ -275,7 +284,8 @@ class ChatTokenizer:
                 text, spans, unused = self._conversation(turns, guard)
             kinds = (medium.kind for medium in self._media)
             num_files: dict[str, int] = dict(zip(kinds, self._writer.count(content), strict=True))
-            num_tokens, videos_at = num_files, tuple[int, ...]()
+            num_tokens = num_files
+            videos_at = tuple[int, ...]()
             if num_files.get("video") or self._media[0].markup.placeholder:
                 text, spans, num_tokens, videos_at = self._write_visuals(
                     text, spans, num_files, markups
@@ -305,7 +315,7 @@ class ChatTokenizer:
         """The text of a conversation, its spans with labels, and the fields that it leaves out."""
         write = partial(self._writer.content, guard=guard)
         messages, tools = messages_of(turns, write, guard)
-        given = messages
+        all_messages = messages
         if not any(turn.more for turn in turns):
             unused: tuple[tuple[int, str], ...] = ()
         else:
@@ -314,7 +324,7 @@ class ChatTokenizer:
             text, spans = self._template.render_with_answers(messages, tools)
         else:
             text, spans = self._as_learned(turns, messages, tools, write)
-        require_shown(text, given)
+        require_shown(text, all_messages)
         dropped = dropped_thoughts(turns, text, guard, self._writer.markers_in)
         return text, spans, (*unused, *dropped)
 
@@ -372,20 +382,21 @@ class ChatTokenizer:
         """
         written: dict[str, Sequence[str] | None] = {}
         num_tokens = dict(num_files)
-        for medium, given in zip(self._visual, markups, strict=False):
-            number, markup = num_files[medium.kind], medium.markup
+        for medium, of_files in zip(self._visual, markups, strict=False):
+            number = num_files[medium.kind]
+            markup = medium.markup
             written[medium.in_text] = None
             if markup.placeholder:
                 # not given, or a sample that is refused for it later
-                own = given if len(given) == number else [markup.text] * number
-                written[medium.in_text] = own
-                num_tokens[medium.kind] = sum(each.count(markup.token) for each in own)
+                strings = of_files if len(of_files) == number else [markup.text] * number
+                written[medium.in_text] = strings
+                num_tokens[medium.kind] = sum(string.count(markup.token) for string in strings)
         try:
             text, spans, order = write_markups(text, spans, written)
         except ValueError as error:
             raise TemplateRefusedError(f"the chat template makes {error}") from None
         video = self._visual[-1].in_text if "video" in num_files else ""
-        videos_at = tuple(place for place, found in enumerate(order) if found == video)
+        videos_at = tuple(place for place, placeholder in enumerate(order) if placeholder == video)
         return text, spans, num_tokens, videos_at
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
@@ -396,12 +407,12 @@ class ChatTokenizer:
                 input_ids = self._control.restore(input_ids)
             except ValueError as error:
                 return TextRejected("control_token", str(error))
-        spans = list(token_spans(encoding, rendered.spans, len(rendered.text)))
+        spans = list(_token_spans(encoding, rendered.spans, len(rendered.text)))
         if rendered.is_document:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
             shifted = [(bos + start, bos + end) for start, end in spans]
-            spans = spans_between(shifted, bos, len(input_ids))
+            spans = _spans_between(shifted, bos, len(input_ids))
         # nothing precedes the first token, so no model predicts it
         spans = [(max(1, start), end) for start, end in spans if end > 1]
         places: list[int] = []
@@ -410,9 +421,11 @@ class ChatTokenizer:
             num_tokens = sum(rendered.num_tokens[medium.kind] for medium in media)
             written = np.flatnonzero(input_ids == token_id).tolist()
             if len(written) != num_tokens:
-                made = f"{len(written)} {media[0].kind} tokens in the text"
+                actual = f"{len(written)} {media[0].kind} tokens in the text"
                 meant = f"{num_tokens} {media[0].marker} markers"
-                return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
+                return TextRejected(
+                    "chat_template", f"the chat template makes {actual} for {meant}"
+                )
             places += written
         num_media = sum(start <= place < end for place in places for start, end in spans)
         num_loss_tokens = sum(end - start for start, end in spans) - num_media
@@ -443,13 +456,13 @@ class ChatTokenizer:
         also takes strings, numbers them. Images and videos only if it takes no strings: otherwise
         the model's own markup says what it would write, if it does (`template_first`).
         """
-        given: list[tuple[MediumKind, str, MediaMarkup | None, int | None]] = [
+        candidates: list[tuple[MediumKind, str, MediaMarkup | None, int | None]] = [
             ("image", IMAGE_MARKER, image, self.image_token_id),
             ("video", VIDEO_MARKER, video, self.video_token_id),
             ("audio", AUDIO_MARKER, audio, self.audio_token_id),
         ]
         media = []
-        for kind, marker, markup, token_id in given:
+        for kind, marker, markup, token_id in candidates:
             if markup is not None and token_id is not None:
                 asked = takes_parts or kind == "audio" or markup.template_first
                 parts = asked and self._writes(kind, markup)
@@ -472,21 +485,11 @@ class ChatTokenizer:
     def _writes(self, kind: str, markup: MediaMarkup) -> bool:
         """Whether the template writes a medium's markup, given a part."""
         expected = markup.placeholder or markup.token
-        return self._renders([{"type": kind}, text_part(_PROBE)], expected)
-
-    def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
-        """Whether the template writes `expected`, once, for a user message with `content`."""
-        message: Message = {"role": "user", "content": content}
+        message: Message = {"role": "user", "content": [{"type": kind}, text_part(_PROBE)]}
         try:
             return self._template.render([message]).count(expected) == 1
         except TemplateRefusedError:
             return False
-
-
-def _without(text: str, tokens: frozenset[str]) -> str:
-    for token in tokens:
-        text = text.replace(token, "\0")
-    return text
 
 
 def _only_turn(turns: Sequence[Turn]) -> Turn:
@@ -497,37 +500,50 @@ def _only_turn(turns: Sequence[Turn]) -> Turn:
     return turns[0]
 
 
-def _day(given: str | None) -> date:
+def _day(day: str | None) -> date:
     """The day of a date, or else of SOURCE_DATE_EPOCH, or else the default; ConfigError."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
-        if given is not None:
-            return date.fromisoformat(given)
+        if day is not None:
+            return date.fromisoformat(day)
         return DEFAULT_DATE if epoch is None else datetime.fromtimestamp(int(epoch), UTC).date()
     except (ValueError, OverflowError, OSError):
-        what = "SOURCE_DATE_EPOCH" if given is None else "--template-date (template_date)"
-        form = "seconds since 1970" if given is None else "YYYY-MM-DD"
-        raise ConfigError(f"{what} = {(given or epoch)!r}: expected a day as {form}") from None
+        what = "SOURCE_DATE_EPOCH" if day is None else "--template-date (template_date)"
+        form = "seconds since 1970" if day is None else "YYYY-MM-DD"
+        raise ConfigError(f"{what} = {(day or epoch)!r}: expected a day as {form}") from None
 
 
-# --- parts of a tokenizer ---
+# --- character spans of a text -> token spans of its encoding ---
 
 
-def _hash(
-    files: TokenizerFiles,
-    backend: Tokenizer,
-    template: str,
-    markups: Sequence[MediaMarkup],
-    template_date: str | None,
-) -> str:
-    listed = sorted(backend.get_added_tokens_decoder().items())
-    added = {index: repr(token) for index, token in listed}
-    parts = [
-        files.tokenizer_json,
-        added,
-        files.named_tokens,
-        template,
-        *map(given_options, markups),
-        *([] if template_date is None else [template_date]),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:
+    """Token spans of character spans: every token that has at least one of the characters.
+
+    `chars` are in order and disjoint, and so are the results. `num_chars` is the text's length.
+    """
+    done = 0
+    for first, last in chars:
+        start = _token_at(encoding, first, num_chars)
+        end = _token_at(encoding, last, num_chars)
+        if (held := encoding.token_to_chars(end)) is not None and held[0] < last:
+            end += 1  # this token has characters of both sides
+        if max(start, done) < end and first < last:
+            yield max(start, done), end
+            done = end
+
+
+def _spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """What `spans`, in order and disjoint, leave of `start` up to `end`; no span is empty.
+
+    >>> _spans_between([(2, 3), (5, 7)], 0, 7)
+    [(0, 2), (3, 5)]
+    """
+    edges = [start, *(edge for span in spans for edge in span), end]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
+    """First token with the character `char`, or with the next character that any token has."""
+    # A character has no token when the tokenizer's normalizer drops it.
+    tokens = (encoding.char_to_token(i) for i in range(char, num_chars))
+    return next((token for token in tokens if token is not None), len(encoding))

@@ -28,7 +28,7 @@ from isobatch.common.errors import ConfigError
 MOST_STEPS = 10_000_000
 """Rounds of loops and calls of macros in one rendering: some seconds."""
 MOST_SECONDS = 20.0
-"""Of one rendering. A count of steps alone would let each of them be long."""
+"""Time of one rendering. A count of steps alone would let each of them be long."""
 MOST_CHARS = 2**24
 """Characters of a text that a template makes, and items of a list: 16 books."""
 
@@ -168,20 +168,20 @@ class _Environment(ImmutableSandboxedEnvironment):
             _require_widths(whole)
         return super().wrap_str_format(value)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, first: Any, second: Any) -> Any:
         """`*`, `**` or `%`, unless the result would be too long."""
         if operator == "%":
-            if isinstance(left, str):
-                _require_widths(left)
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length()
-            if bits + right.bit_length() > 4096 if operator == "*" else bits * abs(right) > 4096:
+            if isinstance(first, str):
+                _require_widths(first)
+        elif isinstance(first, int) and isinstance(second, int):
+            bits = first.bit_length()
+            if bits + second.bit_length() > 4096 if operator == "*" else bits * abs(second) > 4096:
                 raise TemplateLimitError("it computes a number of more than 1,000 digits")
         elif operator == "*":
-            size, times = (right, left) if isinstance(left, int) else (left, right)
+            size, times = (second, first) if isinstance(first, int) else (first, second)
             if isinstance(times, int) and hasattr(size, "__len__"):
                 _require_length(len(size) * times)
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, first, second)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -304,7 +304,7 @@ def _bodies(loop: nodes.For) -> Iterator[list[nodes.Node]]:
         body = waiting.pop()
         for node in list(body):
             if isinstance(node, nodes.If):
-                waiting += [node.body, node.else_, *(each.body for each in node.elif_)]
+                waiting += [node.body, node.else_, *(branch.body for branch in node.elif_)]
         yield body
 
 
@@ -349,35 +349,32 @@ def _require_widths(form: str) -> None:
 
 def _require_small(name: str, whole: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """TemplateLimitError if a method of texts would make a much longer one."""
-    given = [*args, *kwargs.values()]
+    values = [*args, *kwargs.values()]
     if name == "join":
-        for pieces in given:
+        for pieces in values:
             if isinstance(pieces, list | tuple):
-                _require_length(len(pieces) * len(whole) + sum(map(len, map(_text, pieces))))
+                length = sum(len(piece) for piece in pieces if isinstance(piece, str))
+                _require_length(len(pieces) * len(whole) + length)
     elif name == "replace":
-        longest = max((len(each) for each in given[1:2] if isinstance(each, str)), default=0)
-        found = whole.count(given[0]) if given and isinstance(given[0], str) else 0
-        _require_length(len(whole) + found * longest)
-    for each in given:
-        if isinstance(each, int):
-            _require_length(abs(each))
+        longest = max((len(value) for value in values[1:2] if isinstance(value, str)), default=0)
+        count = whole.count(values[0]) if values and isinstance(values[0], str) else 0
+        _require_length(len(whole) + count * longest)
+    for value in values:
+        if isinstance(value, int):
+            _require_length(abs(value))
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _require_small_filter(name: str, given: Sequence[Any]) -> None:
+def _require_small_filter(name: str, values: Sequence[Any]) -> None:
     """TemplateLimitError if a filter would make a much longer text than it is given."""
-    texts = [each for each in given if isinstance(each, str)]
-    numbers = [abs(each) for each in given if isinstance(each, int)]
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [abs(value) for value in values if isinstance(value, int)]
     _require_length(max(numbers, default=0))
     if name == "format" and texts:
         _require_widths(texts[0])
     elif name == "replace" and len(texts) > 2:
         _require_small("replace", texts[0], texts[1:], {})
     elif name == "join":
-        lists = [each for each in given if isinstance(each, list | tuple)]
+        lists = [value for value in values if isinstance(value, list | tuple)]
         _require_small("join", texts[-1] if texts else "", lists, {})
     elif name == "indent" and texts:
         _require_length(len(texts[0]) + texts[0].count("\n") * max(numbers, default=4))

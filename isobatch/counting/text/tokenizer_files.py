@@ -40,8 +40,8 @@ class TokenizerFiles:
     @property
     def named_tokens(self) -> dict[str, str]:
         """`bos_token` and so on -> the token's text, for tokens that the tokenizer has."""
-        found = {key: self.config.get(key) for key in NAMED_TOKENS}
-        return {key: _content(token) for key, token in found.items() if token is not None}
+        tokens = {key: self.config.get(key) for key in NAMED_TOKENS}
+        return {key: _content(token) for key, token in tokens.items() if token is not None}
 
 
 def read_tokenizer_files(source: str | Path) -> TokenizerFiles:

@@ -43,7 +43,7 @@ class FileSource:
     where: str
     """Folder or Hub id."""
     folder: Path | None
-    """None: on the Hub."""
+    """Folder of the files; None: they are on the Hub."""
 
     @classmethod
     def find(cls, source: str | Path, kind: str, *, hub_id: re.Pattern[str] = HUB_ID) -> Self:
@@ -54,8 +54,8 @@ class FileSource:
             return cls(kind, str(folder), folder)
         if isinstance(source, str) and hub_id.fullmatch(source) and not _is_number(source):
             return cls(kind, source, None)
-        given = source if str(source).isprintable() and len(str(source)) < 1000 else shown(source)
-        raise ConfigError(f"{kind} {given}: no such folder or file, nor a Hub id (OWNER/NAME)")
+        name = source if str(source).isprintable() and len(str(source)) < 1000 else shown(source)
+        raise ConfigError(f"{kind} {name}: no such folder or file, nor a Hub id (OWNER/NAME)")
 
     def read(self, name: str, *, required: bool = False) -> str | None:
         """A file's text, or None if there is no such file; ConfigError if it cannot be read.
@@ -149,13 +149,13 @@ class ModelFiles:
     """Folder or Hub id, for messages."""
     config: Json
     processor: Json = field(default_factory=dict)
-    """`processor_config.json`, with the settings of its parts if transformers 5 wrote it."""
+    """Content of `processor_config.json`, with its parts' settings if transformers 5 wrote it."""
     image_processor: Json = field(default_factory=dict)
-    """`preprocessor_config.json` of older versions."""
+    """Content of `preprocessor_config.json`, of older versions."""
     video_processor: Json = field(default_factory=dict)
-    """`video_preprocessor_config.json` of older versions."""
+    """Content of `video_preprocessor_config.json`, of older versions."""
     tokenizer: Json = field(default_factory=dict)
-    """`tokenizer_config.json`."""
+    """Content of `tokenizer_config.json`."""
 
     @property
     def model_type(self) -> str:
@@ -170,8 +170,8 @@ class ModelFiles:
     def processor_table(self) -> JsonTable:
         """The processor's own settings, without those of its parts."""
         parts = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
-        own = {key: value for key, value in self.processor.items() if key not in parts}
-        return JsonTable(own, f"{self.where}/{PROCESSOR_NAME}")
+        values = {key: value for key, value in self.processor.items() if key not in parts}
+        return JsonTable(values, f"{self.where}/{PROCESSOR_NAME}")
 
     def image_table(self, *classes: str) -> JsonTable:
         """The image processor's settings; `classes`: those that the family may use.
@@ -226,7 +226,7 @@ class ModelFiles:
         values, where = self.processor.get("feature_extractor"), PROCESSOR_NAME
         if not isinstance(values, dict):
             known, where = (*defaults, "feature_extractor_type"), IMAGE_PROCESSOR_NAME
-            values = {key: each for key, each in self.image_processor.items() if key in known}
+            values = {key: value for key, value in self.image_processor.items() if key in known}
         table = JsonTable(values, f"{self.where}/{where}", defaults)
         if table.value("feature_extractor_type") != kind:
             raise table.wrong("feature_extractor_type", f"only '{kind}' is supported")
@@ -269,8 +269,8 @@ def read_model_files(source: str | Path) -> ModelFiles:
 
 def config_defaults(model_type: str) -> Json:
     """What transformers assumes where a `config.json` of this type, or a part, says nothing."""
-    found: Json = _defaults()["config"].get(model_type, {})
-    return found
+    defaults: Json = _defaults()["config"].get(model_type, {})
+    return defaults
 
 
 @cache

@@ -104,7 +104,7 @@ def _read_by_processor(files: ModelFiles) -> ModelPreset:
     if not family:
         raise ConfigError("its config.json names no model_type; give a preset (.toml)")
     try:
-        found = describe_processor(files.where, family)
+        facts = describe_processor(files.where, family)
     except ConfigError as error:
         raise ConfigError(
             f"family {family} has no rule of its own, and {error}; or describe it in a preset"
@@ -112,15 +112,15 @@ def _read_by_processor(files: ModelFiles) -> ModelPreset:
         ) from None
     return ModelPreset(
         name=family,
-        description=f"{family}: counted and cut by {found.name}; its encoder's cost is not known",
-        context_len=found.context_len,
+        description=f"{family}: counted and cut by {facts.name}; its encoder's cost is not known",
+        context_len=facts.context_len,
         image_markup=MediaMarkup(
-            token=found.token,
-            placeholder=found.placeholder,
+            token=facts.token,
+            placeholder=facts.placeholder,
             parts=(("run", "{label}"),),
             template_first=True,
         ),
         vision=ProcessorRule(
-            description=found.description, values_per_token=max(1, found.values_per_token)
+            description=facts.description, values_per_token=max(1, facts.values_per_token)
         ),
     )

@@ -29,9 +29,7 @@ def read_gemma3(files: ModelFiles) -> ModelPreset:
     """Gemma 3: every image squashed to one square; markup between empty lines."""
     images = files.image_table("Gemma3ImageProcessor")
     processor = files.processor_table()
-    tokens = _GEMMA3_TOKENS
-    if "image_seq_length" in processor:
-        tokens = processor.count("image_seq_length")
+    tokens = processor.count_or("image_seq_length", _GEMMA3_TOKENS)
     processor.require_read(_PROCESSOR_HARMLESS)
     start = files.named_token("boi_token", "<start_of_image>")
     markup = MediaMarkup(
@@ -112,8 +110,8 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
         wide = bool(text.value("use_double_wide_mlp")) and number >= first_shared
         ffn += text.count("intermediate_size") * (1 + wide)
     # a layer's own embedding: two matrices in it, and its part of one before all layers
-    own = text.whole("hidden_size_per_layer_input")
-    active = held = ffn // layers + own
+    layer_embedding = text.whole("hidden_size_per_layer_input")
+    active = held = ffn // layers + layer_embedding
     if text.value("enable_moe_block"):
         expert = text.count("moe_intermediate_size")
         active += expert * text.count("top_k_experts")
@@ -132,7 +130,7 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
         all_experts_size=held if held > active else None,
         full_head_size=full_head,
         mean_attention_weights=attention // layers,
-        embedding_size=hidden + layers * own,
+        embedding_size=hidden + layers * layer_embedding,
         sandwich_norms=True,
         head_norms=True,
     )
@@ -140,16 +138,14 @@ def _gemma4_llm(text: JsonTable) -> LlmShape:
 
 def _full_heads(text: JsonTable, kinds: list[str], kv_heads: int | None) -> tuple[int, int]:
     """Size of the heads of layers over whole samples, and their key heads, if not `kv_heads`."""
-    own, number = text.table("per_layer_config"), kinds.index("full_attention")
-    layer = own.table(str(number) if str(number) in own else f"{number:02d}")
-    head, keys = _FULL_HEAD_SIZE, kv_heads or text.count("num_key_value_heads")
-    if "global_head_dim" in text:
-        head = text.count("global_head_dim")
-    if "head_dim" in layer:
-        head = layer.count("head_dim")
+    layers = text.table("per_layer_config")
+    number = kinds.index("full_attention")
+    layer = layers.table(str(number) if str(number) in layers else f"{number:02d}")
+    head = layer.count_or("head_dim", text.count_or("global_head_dim", _FULL_HEAD_SIZE))
+    keys = kv_heads or text.count("num_key_value_heads")
     if kv_heads is None:
         for table, key in ((text, "num_global_key_value_heads"), (layer, "num_key_value_heads")):
-            keys = table.count(key) if key in table else keys
+            keys = table.count_or(key, keys)
     return head, keys
 
 

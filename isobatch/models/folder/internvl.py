@@ -1,7 +1,6 @@
 """InternVL in transformers' own form: 2.5, 3 and 3.5 (`InternVL3-8B-hf`). Pure."""
 
 from isobatch.models.folder.files import ModelFiles
-from isobatch.models.folder.json_table import JsonTable
 from isobatch.models.folder.pixels import HARMLESS, pixels_of, square_side
 from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
 from isobatch.models.image_rules import TilesRule
@@ -16,16 +15,15 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
     images = files.image_table("GotOcr2ImageProcessor")
     side = square_side(images)
     pixels = pixels_of(images)
-    most = images.count("max_patches")
+    max_patches = images.count("max_patches")
     # InternVLProcessor cuts tiles whatever the image processor's own file says
     images.require_read((*HARMLESS, "default_to_square", "crop_to_patches", "min_patches"))
     processor = files.processor_table()
-    tokens = _DEFAULT_TOKENS
-    if "image_seq_length" in processor:
-        tokens = processor.count("image_seq_length")
+    tokens = processor.count_or("image_seq_length", _DEFAULT_TOKENS)
     processor.require_read(("processor_class", "auto_map"))
     text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
-    width, merged = text.count("hidden_size"), _merge_side(files.config_table())
+    width = text.count("hidden_size")
+    merged = round(1 / files.config_table().number("downsample_ratio"))
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: tiles and a thumbnail, from the model's own files",
@@ -40,15 +38,11 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
             image_size=side,
             vit_tokens_per_patch=(side // vision.count("patch_size")) ** 2 + 1,
             llm_tokens_per_patch=tokens,
-            min_patches=images.count("min_patches") if most > 1 else 1,
-            max_patches=most,
+            min_patches=images.count("min_patches") if max_patches > 1 else 1,
+            max_patches=max_patches,
         ),
         vit=vit_shape(
             vision, (vision.count("hidden_size") * merged**2, width, width), layer_scale=True
         ),
         llm=llm_shape(text),
     )
-
-
-def _merge_side(config: JsonTable) -> int:
-    return round(1 / config.number("downsample_ratio"))

@@ -22,17 +22,17 @@ class JsonTable:
         self.where = where
         """File and place in it, for messages."""
         self._nulls = values.keys() - {key for key, value in values.items() if value is not None}
-        self._given = {key: value for key, value in values.items() if value is not None}
-        self._values = {**(defaults or {}), **self._given}
+        self._file_values = {key: value for key, value in values.items() if value is not None}
+        self._values = {**(defaults or {}), **self._file_values}
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
     @property
-    def given(self) -> Json:
+    def file_values(self) -> Json:
         """What the file itself says, without nulls."""
-        return dict(self._given)
+        return dict(self._file_values)
 
     def value(self, key: str) -> Any:
         """A value of any type; None if neither the file nor transformers has one."""
@@ -55,6 +55,10 @@ class JsonTable:
         if type(value) is not int or not 1 <= value <= MOST_INTEGER:
             raise self.wrong(key, "give a positive integer of at most 64 bits")
         return value
+
+    def count_or(self, key: str, otherwise: int) -> int:
+        """A positive integer; `otherwise` if neither the file nor transformers has one."""
+        return self.count(key) if key in self else otherwise
 
     def whole(self, key: str) -> int:
         """An integer of 0 or more; 0 if there is none."""
@@ -82,7 +86,7 @@ class JsonTable:
         """A list of integers; empty if there is none."""
         value = self.value(key)
         value = [] if value is None else list(value) if isinstance(value, list | tuple) else value
-        if not isinstance(value, list) or not all(_is_integer(each) for each in value):
+        if not isinstance(value, list) or not all(_is_integer(item) for item in value):
             raise self.wrong(key, "give a list of integers of at most 64 bits")
         return value
 
@@ -108,12 +112,12 @@ class JsonTable:
         """ConfigError unless the value is absent or one of those that this version knows."""
         value = self.value(key)
         if value is not None and value not in allowed:
-            known = " or ".join(repr(each) for each in allowed)
+            known = " or ".join(repr(option) for option in allowed)
             raise self.wrong(key, f"only {known} is supported")
 
     def require_read(self, harmless: Iterable[str]) -> None:
         """ConfigError if a key was not looked at that may change counts or pixels."""
-        unknown = sorted(set(self._given) - self._read - set(harmless))
+        unknown = sorted(set(self._file_values) - self._read - set(harmless))
         if unknown:
             many = "keys" if len(unknown) > 1 else "key"
             raise ConfigError(
@@ -128,8 +132,8 @@ class JsonTable:
         return ConfigError(f"{self.where}: {key} is {shown(self._values[key])}; {advice}")
 
     def _first(self, keys: tuple[str, ...]) -> str:
-        given = [key for key in keys if key in self._given]
-        return next(iter([*given, *[key for key in keys if key in self._values], *keys]))
+        in_file = [key for key in keys if key in self._file_values]
+        return next(iter([*in_file, *[key for key in keys if key in self._values], *keys]))
 
 
 def _is_integer(value: Any) -> bool:

@@ -6,7 +6,7 @@ from isobatch.models.folder.pixels import HARMLESS, edges, pixels_of, square_sid
 from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
 from isobatch.models.image_rules.anyres import AnyresRule
 from isobatch.models.image_rules.fixed import FixedRule
-from isobatch.models.presets import MediaMarkup, ModelPreset, VitShape
+from isobatch.models.presets import MediaMarkup, ModelPreset
 
 _PROCESSOR_HARMLESS = ("processor_class", "image_token", "auto_map", "video_token")
 
@@ -52,7 +52,8 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
     """LLaVA-OneVision: as NeXT, fewer features above nine crops' worth; SigLIP."""
     images = files.image_table("LlavaOnevisionImageProcessor")
     side = square_side(images)
-    pixels, pinpoints = pixels_of(images), _pinpoints(images)
+    pixels = pixels_of(images)
+    pinpoints = _pinpoints(images)
     images.require_read((*HARMLESS, "default_to_square", "do_pad"))
     patch = part_of(files, "vision_config").count("patch_size")
     tokens = (side // patch) ** 2
@@ -60,8 +61,8 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
     processor.require("num_image_tokens", tokens)
     processor.require("vision_feature_select_strategy", "full")
     aspect = processor.value("vision_aspect_ratio") or "anyres_max_9"
-    most = str(aspect).removeprefix("anyres_max_")
-    if not most.isdigit():
+    max_crops = str(aspect).removeprefix("anyres_max_")
+    if not max_crops.isdigit():
         raise processor.wrong("vision_aspect_ratio", "only anyres_max_N is supported")
     processor.require_read(_PROCESSOR_HARMLESS)
     rule = AnyresRule(
@@ -70,21 +71,26 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
         vit_patch_size=patch,
         vit_tokens_per_patch=tokens,
         grid_pinpoints=pinpoints,
-        anyres_max=int(most),
+        anyres_max=int(max_crops),
     )
     return _preset(files, rule, "anyres tiles")
 
 
 def _preset(files: ModelFiles, rule: AnyresRule | FixedRule, images: str) -> ModelPreset:
     """What the three have in common; `images`: what becomes of one, for people."""
-    text = part_of(files, "text_config")
+    text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
+    width = text.count("hidden_size")
+    layers = files.config_table().value("vision_feature_layer")
+    features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
+    token = files.processor_table().value("image_token")
+    token = files.named_token("image_token", token if isinstance(token, str) else "<image>")
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: {images}, from the model's own files",
         context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(token=_image_token(files)),
+        image_markup=MediaMarkup(token=token),
         vision=rule,
-        vit=_vit(files, text),
+        vit=vit_shape(vision, (features, width, width)),
         llm=llm_shape(text),
     )
 
@@ -93,7 +99,7 @@ def _pinpoints(images: JsonTable) -> tuple[tuple[int, int], ...]:
     """(height, width) of the grids, in the file's order, which breaks ties."""
     pairs = images.value("image_grid_pinpoints")
     if not isinstance(pairs, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or any(type(each) is not int for each in pair)
+        not isinstance(pair, list) or len(pair) != 2 or any(type(side) is not int for side in pair)
         for pair in pairs
     ):
         raise images.wrong("image_grid_pinpoints", "give a list of [height, width]")
@@ -132,15 +138,3 @@ def _tokens_per_patch(files: ModelFiles, side: int) -> tuple[int, int]:
         extra = int(has_class_token)
     patches = (side // _patch_size(files)) ** 2
     return patches + extra - (strategy == "default"), patches + has_class_token
-
-
-def _image_token(files: ModelFiles) -> str:
-    given = files.processor_table().value("image_token")
-    return files.named_token("image_token", given if isinstance(given, str) else "<image>")
-
-
-def _vit(files: ModelFiles, text: JsonTable) -> VitShape:
-    vision, width = part_of(files, "vision_config"), text.count("hidden_size")
-    layers = files.config_table().value("vision_feature_layer")
-    features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
-    return vit_shape(vision, (features, width, width))

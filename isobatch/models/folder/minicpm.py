@@ -26,28 +26,26 @@ def read_minicpm(files: ModelFiles) -> ModelPreset:
     numbered = images.value("use_image_id") is not False
     images.require_read((*HARMLESS, "default_to_square", "size"))
     files.processor_table().require_read(("processor_class", "auto_map"))
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: slices, from the model's own files",
-        context_len=part_of(files, "text_config").count("max_position_embeddings"),
-        image_markup=_markup(files, numbered=numbered),
-        vision=rule,
-    )
-
-
-def _markup(files: ModelFiles, *, numbered: bool) -> MediaMarkup:
+    context_len = part_of(files, "text_config").count("max_position_embeddings")
     image = files.named_token("image_token")
     names = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start")
     start, end, slice_start, slice_end, id_start = (
         files.named_token(f"{name}_token") for name in names
     )
-    return MediaMarkup(
-        token=image,
-        placeholder=image,
-        prefix=f"{id_start}{{number}}{files.named_token('image_id_end_token')}" if numbered else "",
-        parts=(
-            ("whole", f"{start}{image}{end}"),
-            ("slice", f"{slice_start}{image}{slice_end}"),
-            ("row_break", "\n"),
+    id_end = files.named_token("image_id_end_token") if numbered else ""
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: slices, from the model's own files",
+        context_len=context_len,
+        image_markup=MediaMarkup(
+            token=image,
+            placeholder=image,
+            prefix=f"{id_start}{{number}}{id_end}" if numbered else "",
+            parts=(
+                ("whole", f"{start}{image}{end}"),
+                ("slice", f"{slice_start}{image}{slice_end}"),
+                ("row_break", "\n"),
+            ),
         ),
+        vision=rule,
     )

@@ -24,7 +24,7 @@ _N_WINDOW = 50
 _APART = "qwen2_5_omni_vision_encoder"
 """The only encoder of these that has products of their own for queries, keys and values."""
 _MAX_ASPECT_RATIO = 200.0
-"""`smart_resize` of transformers raises above it."""
+"""Ratio of the sides above which `smart_resize` of transformers raises."""
 
 
 def read_qwen_vl(files: ModelFiles) -> ModelPreset:
@@ -36,8 +36,9 @@ def read_qwen_vl(files: ModelFiles) -> ModelPreset:
 
 def read_qwen_omni(files: ModelFiles) -> ModelPreset:
     """Qwen2.5-Omni and Qwen3-Omni: images and audio of the thinker."""
-    kind, config = f"{files.model_type}_thinker", files.config_table().table("thinker_config")
-    thinker = replace(files, config={**config.given, "model_type": kind})
+    kind = f"{files.model_type}_thinker"
+    config = files.config_table().table("thinker_config")
+    thinker = replace(files, config={**config.file_values, "model_type": kind})
     seen, heard = (
         MediaMarkup(
             token=files.named_token(f"{token}_token"),
@@ -62,7 +63,8 @@ def _audio_rule(files: ModelFiles, encoder: JsonTable) -> AudioRule:
     fixed |= {"feature_size": encoder.count("num_mel_bins")}
     for key, only in (fixed | {"padding_side": "right", "padding_value": 0}).items():
         audio.require(key, only)
-    hop, chunk = audio.count("hop_length"), 2 * encoder.count("n_window")
+    hop = audio.count("hop_length")
+    chunk = 2 * encoder.count("n_window")
     longest = audio.count("chunk_length") * _SAMPLING_RATE
     if longest % hop:
         raise audio.wrong("hop_length", f"only a divisor of {longest}, chunk_length, is supported")
@@ -80,7 +82,8 @@ def _audio_rule(files: ModelFiles, encoder: JsonTable) -> AudioRule:
 
 def _audio_shape(encoder: JsonTable) -> AudioEncoderShape:
     width, output = encoder.count("d_model"), encoder.count("output_dim")
-    heads, is_third = encoder.count("encoder_attention_heads"), "n_window_infer" in encoder
+    heads = encoder.count("encoder_attention_heads")
+    is_third = "n_window_infer" in encoder
     return AudioEncoderShape(
         num_layers=encoder.count("encoder_layers"),
         hidden_size=width,

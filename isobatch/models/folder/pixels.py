@@ -43,11 +43,19 @@ def edges(images: JsonTable, key: str = "size") -> dict[str, int]:
     if isinstance(value, list) and len(value) == 2:
         value = {"height": value[0], "width": value[1]}
     is_table = isinstance(value, dict) and all(
-        type(each) is int and each > 0 for each in value.values() if each is not None
+        type(side) is int and side > 0 for side in value.values() if side is not None
     )
     if not is_table:
         raise images.wrong(key, "give sizes of edges in pixels, all greater than 0")
-    return {name: each for name, each in value.items() if each is not None}
+    return {name: side for name, side in value.items() if side is not None}
+
+
+def longest_edge(images: JsonTable, key: str = "size") -> int:
+    """The longest edge, if the size says no other; ConfigError if it does."""
+    size = edges(images, key)
+    if set(size) != {"longest_edge"}:
+        raise images.wrong(key, "only longest_edge is supported")
+    return size["longest_edge"]
 
 
 def square_side(images: JsonTable, key: str = "size") -> int:

@@ -34,7 +34,7 @@ def part_of(files: ModelFiles, name: str, *, flat: bool = False) -> JsonTable:
     of_family = config_defaults(files.model_type).get(name, {})
     values: Json = {}
     if files.config.get(name) is not None:
-        values = JsonTable(files.config, config.where).table(name).given
+        values = JsonTable(files.config, config.where).table(name).file_values
         # some early checkpoints name the family here
         if values.get("model_type") == files.model_type:
             del values["model_type"]
@@ -59,7 +59,7 @@ def llm_shape(text: JsonTable) -> LlmShape | None:
         num_layers=text.count("num_hidden_layers"),
         hidden_size=text.count("hidden_size"),
         num_heads=heads,
-        num_kv_heads=text.count("num_key_value_heads") if "num_key_value_heads" in text else heads,
+        num_kv_heads=text.count_or("num_key_value_heads", heads),
         head_size=_head_size(text, heads),
         ffn_size=active,
         gated=True,
@@ -103,11 +103,11 @@ def _full_layers(text: JsonTable, kind: str) -> tuple[int | None, int | None]:
     num_layers = text.count("num_hidden_layers")
     kinds = text.value("layer_types")
     if isinstance(kinds, list):
-        full = sum(each == "full_attention" for each in kinds)
+        full = sum(layer == "full_attention" for layer in kinds)
     else:
         every = (_SLIDING_PATTERN | _LINEAR_PATTERN).get(kind, 1)
         for key in ("sliding_window_pattern", "full_attention_interval"):
-            every = text.count(key) if key in text else every
+            every = text.count_or(key, every)
         full = num_layers // every
     if full in (0, num_layers):
         return None, None
@@ -132,7 +132,7 @@ def vit_shape(
 ) -> VitShape:
     """Dimensions of an encoder whose config has CLIP's names (SigLIP's, InternViT's, Pixtral's)."""
     heads = vision.count("num_attention_heads")
-    channels = vision.count("num_channels") if "num_channels" in vision else 3
+    channels = vision.count_or("num_channels", 3)
     return VitShape(
         num_layers=vision.count("num_hidden_layers"),
         hidden_size=vision.count("hidden_size"),

@@ -1,8 +1,7 @@
 """Idefics3 and SmolVLM: tiles of a fixed longer side, and the whole image. Pure."""
 
 from isobatch.models.folder.files import ModelFiles
-from isobatch.models.folder.json_table import JsonTable
-from isobatch.models.folder.pixels import HARMLESS, edges, pixels_of
+from isobatch.models.folder.pixels import HARMLESS, longest_edge, pixels_of
 from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
 from isobatch.models.image_rules.splits import SplitsRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
@@ -14,23 +13,35 @@ _DEFAULT_TOKENS = 169
 def read_splits(files: ModelFiles) -> ModelPreset:
     """Rows and columns of tiles are written in the text."""
     images = files.image_table("Idefics3ImageProcessor", "SmolVLMImageProcessor")
-    side, longest = (_longest_edge(images, key) for key in ("max_image_size", "size"))
-    pixels, split = pixels_of(images), images.value("do_image_splitting") is not False
+    side, longest = (longest_edge(images, key) for key in ("max_image_size", "size"))
+    pixels = pixels_of(images)
+    split = images.value("do_image_splitting") is not False
     # padding is of the batch, and the processor asks for rows and columns itself
     images.require_read((*HARMLESS, "default_to_square", "do_pad", "return_row_col_info"))
     processor = files.processor_table()
-    tokens = _DEFAULT_TOKENS
-    if "image_seq_len" in processor:
-        tokens = processor.count("image_seq_len")
+    tokens = processor.count_or("image_seq_len", _DEFAULT_TOKENS)
     processor.require_read(("processor_class", "auto_map"))
-    config, text = files.config_table(), part_of(files, "text_config")
+    config = files.config_table()
+    text = part_of(files, "text_config")
     vision = part_of(files, "vision_config")
     merged = vision.count("hidden_size") * config.count("scale_factor") ** 2
+    image = files.named_token("image_token", "<image>")
+    fake = files.named_token("fake_image_token", "<fake_token_around_image>")
+    whole = f"{fake}{files.named_token('global_image_token', '<global-img>')}{image}{fake}"
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: tiles and the whole image, from the model's own files",
         context_len=text.count("max_position_embeddings"),
-        image_markup=_markup(files),
+        image_markup=MediaMarkup(
+            token=image,
+            placeholder=image,
+            parts=(
+                ("tile", f"{fake}<row_{{row}}_col_{{column}}>{image}"),
+                ("row", "\n"),
+                ("whole", f"\n{whole}"),
+                ("single", whole),
+            ),
+        ),
         vision=SplitsRule(
             **pixels,
             image_size=side,
@@ -41,27 +52,4 @@ def read_splits(files: ModelFiles) -> ModelPreset:
         ),
         vit=vit_shape(vision, (merged, text.count("hidden_size"))),
         llm=llm_shape(text),
-    )
-
-
-def _longest_edge(images: JsonTable, key: str) -> int:
-    size = edges(images, key)
-    if set(size) != {"longest_edge"}:
-        raise images.wrong(key, "only longest_edge is supported")
-    return size["longest_edge"]
-
-
-def _markup(files: ModelFiles) -> MediaMarkup:
-    image = files.named_token("image_token", "<image>")
-    fake = files.named_token("fake_image_token", "<fake_token_around_image>")
-    whole = f"{fake}{files.named_token('global_image_token', '<global-img>')}{image}{fake}"
-    return MediaMarkup(
-        token=image,
-        placeholder=image,
-        parts=(
-            ("tile", f"{fake}<row_{{row}}_col_{{column}}>{image}"),
-            ("row", "\n"),
-            ("whole", f"\n{whole}"),
-            ("single", whole),
-        ),
     )

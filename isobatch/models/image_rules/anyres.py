@@ -33,8 +33,8 @@ class AnyresRule(CropsRule):
         CropsRule.__post_init__(self)
         sides = [side for pinpoint in self.grid_pinpoints for side in pinpoint]
         if not sides or min(sides) < self.image_size or max(sides) > MOST_VALUE:
-            given = f"grid_pinpoints are {shown(self.grid_pinpoints)}"
-            raise ConfigError(f"{given}; give pairs of pixels, none below image_size")
+            actual = f"grid_pinpoints are {shown(self.grid_pinpoints)}"
+            raise ConfigError(f"{actual}; give pairs of pixels, none below image_size")
 
     @property
     def looks_at_sample(self) -> bool:
@@ -62,13 +62,14 @@ class AnyresRule(CropsRule):
         )
 
     def plan_one_of(self, images: int, width: int, height: int) -> ImagePlan:
-        """Of LLaVA-OneVision's several images each is one crop, padded to a square, a newline."""
+        """One crop, padded to a square, for each of LLaVA-OneVision's several images; a newline."""
         if images < 2 or self.anyres_max is None:
             return self.plan(width, height)
-        side, longer = self.image_size, max(width, height)
+        side = self.image_size
+        longer = max(width, height)
         red, green, blue = (int(255 * value) for value in self.mean)
-        left, top = (longer - width) // 2, (longer - height) // 2
-        square = PlaceOn(longer, longer, left, top, (red, green, blue))
+        x, y = (longer - width) // 2, (longer - height) // 2
+        square = PlaceOn(longer, longer, x, y, (red, green, blue))
         whole = ResizeTo(side, side)
         return ImagePlan(
             num_patches=1,
@@ -82,13 +83,13 @@ class AnyresRule(CropsRule):
 
 def _best_pinpoint(pinpoints: tuple[tuple[int, int], ...], width: int, height: int) -> Size:
     """The (height, width) that keeps most pixels, of such the smallest; the first in a tie."""
-    best, most_kept, least_wasted = pinpoints[0], -1, math.inf
+    best, max_pixels, min_wasted = pinpoints[0], -1, math.inf
     for canvas_height, canvas_width in pinpoints:
         scale = min(canvas_width / width, canvas_height / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        wasted = canvas_width * canvas_height - kept
-        if kept > most_kept or (kept == most_kept and wasted < least_wasted):
-            best, most_kept, least_wasted = (canvas_height, canvas_width), kept, wasted
+        num_pixels = min(int(width * scale) * int(height * scale), width * height)
+        wasted = canvas_width * canvas_height - num_pixels
+        if num_pixels > max_pixels or (num_pixels == max_pixels and wasted < min_wasted):
+            best, max_pixels, min_wasted = (canvas_height, canvas_width), num_pixels, wasted
     return best
 
 
@@ -99,8 +100,8 @@ def _on_canvas(width: int, height: int, canvas: Size) -> PicturePlan:
         resized = ResizeTo(canvas[0], min(math.ceil(height * fit_width), canvas[1]))
     else:
         resized = ResizeTo(min(math.ceil(width * fit_height), canvas[0]), canvas[1])
-    left, top = (canvas[0] - resized.width) // 2, (canvas[1] - resized.height) // 2
-    return PicturePlan((resized, PlaceOn(*canvas, left, top)))
+    x, y = (canvas[0] - resized.width) // 2, (canvas[1] - resized.height) // 2
+    return PicturePlan((resized, PlaceOn(*canvas, x, y)))
 
 
 def _unpadded(columns: int, rows: int, width: int, height: int) -> Size:
@@ -109,21 +110,21 @@ def _unpadded(columns: int, rows: int, width: int, height: int) -> Size:
     Whole rows or columns are removed, as many on either side; a very long image may keep none.
     """
     if width / height > columns / rows:
-        kept = int(round(height * (columns / width), 7))  # 7 digits: against 23.999999999999996
-        rows -= (rows - kept) // 2 * 2
+        inner = int(round(height * (columns / width), 7))  # 7 digits: against 23.999999999999996
+        rows -= (rows - inner) // 2 * 2
     else:
-        kept = int(round(width * (rows / height), 7))
-        columns -= (columns - kept) // 2 * 2
+        inner = int(round(width * (rows / height), 7))
+        columns -= (columns - inner) // 2 * 2
     return columns, rows
 
 
-def _features(columns: int, rows: int, side: int, most: int | None) -> int:
-    """Features of a map, with a newline after each row; a map above `most` crops is made smaller.
+def _features(columns: int, rows: int, side: int, max_crops: int | None) -> int:
+    """Features of a map, with a newline after each row; a map above `max_crops` is made smaller.
 
     Only from a tenth above in either direction, as LLaVA-OneVision does.
     """
-    if most is not None:
-        ratio = math.sqrt(rows * columns / (most * side**2))
+    if max_crops is not None:
+        ratio = math.sqrt(rows * columns / (max_crops * side**2))
         if ratio > 1.1:
             columns, rows = int(columns // ratio), int(rows // ratio)
     return rows * (columns + 1)

@@ -41,8 +41,8 @@ class PlaceOn(NamedTuple):
     width: int
     height: int
     """Size of the canvas."""
-    left: int = 0
-    top: int = 0
+    x: int = 0
+    y: int = 0
     """Place of the picture's first pixel on the canvas; negative to crop."""
     fill: tuple[int, int, int] = BLACK
 
@@ -51,7 +51,7 @@ class PicturePlan(NamedTuple):
     """A picture made of the image, which is cut into patches row by row."""
 
     steps: tuple[ResizeTo | PlaceOn, ...]
-    """From the image; pictures with the same first steps share them."""
+    """Steps from the image; pictures with the same first steps share them."""
     cell: Size | None = None
     """The picture is cut into cells of this size first, and each of them into patches."""
 
@@ -68,7 +68,7 @@ class MarkupPart(NamedTuple):
     tokens: int = 0
     row: int = 0
     column: int = 0
-    """Of a tile, from 1."""
+    """Row and column of a tile, from 1."""
     label: str = ""
     """What stands for {label} in the part's text: a frame's time, its number, or all of it."""
 
@@ -102,7 +102,7 @@ class ImagePlan:
         """The largest picture, of such the last: the one with the image's details."""
         if len(self.pictures) == 1:
             return self.pictures[0]
-        return max(reversed(self.pictures), key=lambda each: each.size[0] * each.size[1])
+        return max(reversed(self.pictures), key=lambda picture: picture.size[0] * picture.size[1])
 
     @property
     def resized_width(self) -> int:
@@ -130,7 +130,7 @@ class PixelRule:
     """Names of `ImagePlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=MOST_VALUE)
+        check_positive(self, max_integer=MOST_VALUE)
         if min(self.std) <= 0:
             raise ConfigError(f"std = {list(self.std)}: must be greater than 0")
 

@@ -17,21 +17,19 @@ class FixedRule(CropsRule):
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The same counts for every image."""
+        side = self.image_size
+        picture = PicturePlan((ResizeTo(side, side),))
+        if self.crop and width != height:
+            # the longer edge is cut off to a whole pixel, not rounded
+            longer = int(side * max(width, height) / min(width, height))
+            resized = ResizeTo(side, longer) if width <= height else ResizeTo(longer, side)
+            x, y = (resized.width - side) // 2, (resized.height - side) // 2
+            picture = PicturePlan((resized, PlaceOn(side, side, -x, -y)))
         return ImagePlan(
             num_patches=1,
             num_vit_tokens=self.vit_tokens_per_patch,
             num_image_tokens=self.llm_tokens_per_patch,
-            pictures=(self._picture(width, height),),
+            pictures=(picture,),
             columns=1,
             rows=1,
         )
-
-    def _picture(self, width: int, height: int) -> PicturePlan:
-        side = self.image_size
-        if not self.crop or width == height:
-            return PicturePlan((ResizeTo(side, side),))
-        # the longer edge is cut off to a whole pixel, not rounded
-        longer = int(side * max(width, height) / min(width, height))
-        resized = ResizeTo(side, longer) if width <= height else ResizeTo(longer, side)
-        left, top = (resized.width - side) // 2, (resized.height - side) // 2
-        return PicturePlan((resized, PlaceOn(side, side, -left, -top)))

@@ -31,7 +31,8 @@ class NativeRule(NativeSizeRule):
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The nearest size of whole merged patches; ImageRejected above the aspect ratio."""
-        unit, frames = self.vit_patch_size * self.merge_size, self.frames_in_area
+        unit = self.vit_patch_size * self.merge_size
+        frames = self.frames_in_area
         size = scaled_up((width, height), unit) if self.scales_up else (width, height)
         aspect = max(size) / min(size)
         if aspect > self.max_aspect_ratio:
@@ -72,18 +73,18 @@ def nearest_size(
 
     `frames`: their number, and that of whole temporal patches, with which limits are tested.
     """
-    (width, height), (least, most), (number, whole) = size, limits, frames
+    (width, height), (min_pixels, max_pixels), (number, whole) = size, limits, frames
     # round() takes halves to the even multiple; a side below half a unit becomes 0, is enlarged
     near_width, near_height = round(width / unit) * unit, round(height / unit) * unit
-    if whole * near_width * near_height > most:
-        shrink = math.sqrt((number * height * width) / most)
+    if whole * near_width * near_height > max_pixels:
+        shrink = math.sqrt((number * height * width) / max_pixels)
         # at least one unit, which may bring a long image above the limit again
         return (
             max(unit, math.floor(width / shrink / unit) * unit),
             max(unit, math.floor(height / shrink / unit) * unit),
         )
-    if whole * near_width * near_height < least:
-        enlarge = math.sqrt(least / (number * height * width))
+    if whole * near_width * near_height < min_pixels:
+        enlarge = math.sqrt(min_pixels / (number * height * width))
         near_width = math.ceil(width * enlarge / unit) * unit
         near_height = math.ceil(height * enlarge / unit) * unit
     return near_width, near_height

@@ -25,11 +25,12 @@ class NavitRule(NativeSizeRule):
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The image shrunk to the limits, on a canvas of whole merged patches."""
-        patch, unit = self.vit_patch_size, self.vit_patch_size * self.merge_size
+        patch = self.vit_patch_size
+        unit = self.vit_patch_size * self.merge_size
         longest = self.max_side * patch
         num_patches = max(1.0, height // patch) * max(1.0, width // patch)
-        most = math.sqrt(self.max_patches / num_patches), longest / height, longest / width
-        scale = min(1.0, *most)
+        max_scales = math.sqrt(self.max_patches / num_patches), longest / height, longest / width
+        scale = min(1.0, *max_scales)
         resized = ResizeTo(
             min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
         )

@@ -42,7 +42,8 @@ class SlicesRule(NativeSizeRule):
         unit = self.vit_patch_size * self.merge_size
         grid = self._grid(width, height)
         whole = ResizeTo(*self._fitted(width, height, grows=grid is None))
-        pictures, sizes = [PicturePlan((whole,))], [(whole.width, whole.height)]
+        pictures = [PicturePlan((whole,))]
+        sizes = [(whole.width, whole.height)]
         columns, rows = grid or (0, 0)
         if grid is not None:
             near = _near(width, columns) / columns, _near(height, rows) / rows

@@ -34,10 +34,11 @@ class SplitsRule(CropsRule):
 
     def __post_init__(self) -> None:
         CropsRule.__post_init__(self)
-        longest, most_tiles = min(self.longest_side, LARGEST_SIDE), math.isqrt(MOST_CROPS)
+        longest = min(self.longest_side, LARGEST_SIDE)
+        most_tiles = math.isqrt(MOST_CROPS)
         if longest > most_tiles * self.image_size:
-            most = f"{longest} pixels on a side are more than {most_tiles} tiles"
-            raise ConfigError(f"image_size = {self.image_size}: {most}; give a larger one")
+            too_large = f"{longest} pixels on a side are more than {most_tiles} tiles"
+            raise ConfigError(f"image_size = {self.image_size}: {too_large}; give a larger one")
 
     part_names: ClassVar[tuple[str, ...]] = ("tile", "row", "whole", "single")
 
@@ -46,7 +47,8 @@ class SplitsRule(CropsRule):
 
         The tiles are of a picture resized twice, and the whole image is resized a third time.
         """
-        side, first = self.image_size, ResizeTo(*longest_side(width, height, self.longest_side))
+        side = self.image_size
+        first = ResizeTo(*longest_side(width, height, self.longest_side))
         second = ResizeTo(*self._multiples(*first)) if self.split else ResizeTo(side, side)
         columns, rows = second.width // side, second.height // side
         tiles = PicturePlan((first, second))
@@ -66,7 +68,8 @@ class SplitsRule(CropsRule):
 
     def _multiples(self, width: int, height: int) -> Size:
         """Both sides rounded up to tiles: the longer one, then the other in proportion to it."""
-        side, aspect = self.image_size, width / height
+        side = self.image_size
+        aspect = width / height
         if width >= height:
             width = math.ceil(width / side) * side
             height = math.ceil(int(width / aspect) / side) * side

@@ -22,9 +22,9 @@ class TilesRule(CropsRule):
     def __post_init__(self) -> None:
         CropsRule.__post_init__(self)
         if not self.min_patches <= self.max_patches <= MOST_CROPS:
-            given = f"min_patches = {self.min_patches}, max_patches = {self.max_patches}"
+            actual = f"min_patches = {self.min_patches}, max_patches = {self.max_patches}"
             allowed = f"at most {MOST_CROPS:,}, the first not above the other"
-            raise ConfigError(f"{given}: give {allowed}")
+            raise ConfigError(f"{actual}: give {allowed}")
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The closest grid of tiles, and a thumbnail if it has several."""
@@ -50,7 +50,8 @@ def _closest_grid(rule: TilesRule, width: int, height: int) -> tuple[int, int]:
     Of equally close grids (2 x 1 and 4 x 2, or one above and one below) a larger one wins while the
     image has more than half of its pixels.
     """
-    aspect, num_pixels = width / height, width * height
+    aspect = width / height
+    num_pixels = width * height
     half_tile = 0.5 * rule.image_size * rule.image_size
     closest, grid = math.inf, (1, 1)
     for ratio, num_tiles, candidate in _grids(rule.min_patches, rule.max_patches):

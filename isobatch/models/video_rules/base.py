@@ -9,8 +9,11 @@ is one of two things, and `VideoFacts` describes either:
   stored as one file (`media.frame_archive`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from isobatch.common.config import check_positive
 from isobatch.common.errors import MediaRejected
@@ -21,6 +24,9 @@ ASSUMED_RATE = 24.0
 
 Indices = tuple[int, ...]
 """Numbers of frames in a file, from 0, in order; one may be there more than once."""
+
+_LANES, _BLOCK = 8, 16
+"""float32 in a vector register, and in the two that torch fills at a time."""
 
 
 class VideoRejected(MediaRejected):
@@ -64,7 +70,7 @@ class VideoPlan(ImagePlan):
     frame_indices: Indices
     """Frames of the file that are used; a grid of more repeats the last one."""
     seconds_per_grid: float
-    """From one frame of the grid to the next: M-RoPE of Qwen2.5-VL."""
+    """Seconds from one frame of the grid to the next: M-RoPE of Qwen2.5-VL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +83,7 @@ class SampledRule:
     """Names of `VideoPlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
-        check_positive(self, most=2**31 - 1)
+        check_positive(self, max_integer=2**31 - 1)
 
     def plan(self, facts: VideoFacts) -> VideoPlan:
         """The plan of a video with pixels and frames. VideoRejected if the model refuses it."""
@@ -92,14 +98,31 @@ class SampledRule:
         raise NotImplementedError
 
 
-def too_short(facts: VideoFacts, least: int) -> VideoRejected:
+def too_short(facts: VideoFacts, min_frames: int) -> VideoRejected:
     """The error for a video with too few frames."""
     frames = f"{facts.num_frames} frame" + "s" * (facts.num_frames != 1)
     return VideoRejected(
-        "short_video", f"video of {frames}: the model needs {least}; remove it, or use an image"
+        "short_video",
+        f"video of {frames}: the model needs {min_frames}; remove it, or use an image",
     )
 
 
 def labelled(name: str, tokens: int, labels: list[str]) -> tuple[MarkupPart, ...]:
     """A part of one name for each label."""
     return tuple(MarkupPart(name, tokens, label=label) for label in labels)
+
+
+def spread(first: float, total: int, count: int) -> Indices:
+    """`torch.arange(first, total, total / count).int()`, without frames that there are not.
+
+    torch computes in float64 and rounds to float32: a whole block from the rounded first entry of
+    each register, what is left over entry by entry. One rounding more or less decides whether a
+    frame's number is cut off to the one before it.
+    """
+    step = total / count
+    # may be one more than count, by rounding
+    places = np.arange(math.ceil((total - first) / step))
+    within = np.where(places < len(places) // _BLOCK * _BLOCK, places % _LANES, 0)
+    bases = (first + step * (places - within)).astype(np.float32).astype(np.float64)
+    numbers = (bases + step * within).astype(np.float32).astype(np.int64)
+    return tuple(numbers[numbers < total].tolist())

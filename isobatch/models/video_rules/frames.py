@@ -10,9 +10,24 @@ import numpy as np
 from isobatch.common.errors import ConfigError
 from isobatch.models.image_rules.base import MarkupPart, PicturePlan, ResizeTo
 from isobatch.models.image_rules.splits import longest_side
-from isobatch.models.video_rules._number_words import MOST_WORDS, number_words
-from isobatch.models.video_rules._spread import spread
-from isobatch.models.video_rules.base import Indices, SampledRule, VideoFacts, VideoPlan, labelled
+from isobatch.models.video_rules.base import (
+    Indices,
+    SampledRule,
+    VideoFacts,
+    VideoPlan,
+    labelled,
+    spread,
+)
+
+MOST_WORDS = 999
+"""Largest number that has words here."""
+
+_SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +62,7 @@ class FramesRule(SampledRule):
         )
 
     def sample(self, facts: VideoFacts) -> Indices:
-        """From the middles of `num_frames` equal parts."""
+        """Frames from the middles of `num_frames` equal parts."""
         count = min(self.num_frames, facts.num_frames)
         return spread(facts.num_frames / count / 2, facts.num_frames, count)
 
@@ -63,7 +78,7 @@ class FramesRule(SampledRule):
         """A `frame` for each, its label the number from 1, and `between` two of them."""
         labels = [str(number) for number in range(1, len(indices) + 1)]
         parts = labelled("frame", self.llm_tokens_per_frame, labels)
-        return tuple(each for part in parts for each in (MarkupPart("between"), part))[1:]
+        return tuple(piece for part in parts for piece in (MarkupPart("between"), part))[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +113,7 @@ class ClockRule(FramesRule):
     """Pixels that a frame's longer side is resized to, before it is squashed to `image_size`."""
     frames_per_second: float = 1.0
     skipped_seconds: float = 1.0
-    """At either end of a long video."""
+    """Seconds that are skipped at either end of a long video."""
 
     part_names: ClassVar[tuple[str, ...]] = ("count", "duration", "frame", "end")
 
@@ -109,7 +124,9 @@ class ClockRule(FramesRule):
 
     def sample(self, facts: VideoFacts) -> Indices:
         """Evenly from the first to the last frame, or to those a second from the ends."""
-        wanted, skip, total = self.frames_per_second, self.skipped_seconds, facts.num_frames
+        wanted = self.frames_per_second
+        skip = self.skipped_seconds
+        total = facts.num_frames
         count = max(min(round(wanted * facts.duration), self.num_frames), 1)
         first, last = 0, total - 1
         if facts.duration - 2 * skip > self.num_frames * wanted:
@@ -127,10 +144,32 @@ class ClockRule(FramesRule):
         """`count` and `duration`, which introduce the video, a `frame` for each, `end`."""
         seconds = [index / facts.rate for index in indices]
         duration = seconds[-1] if facts.is_list else facts.duration
-        labels = [f"{int(each // 60):02d}:{int(each % 60):02d}" for each in seconds]
+        labels = [f"{int(second // 60):02d}:{int(second % 60):02d}" for second in seconds]
         return (
             MarkupPart("count", label=number_words(len(indices))),
             MarkupPart("duration", label=str(timedelta(seconds=int(duration)))),
             *labelled("frame", self.llm_tokens_per_frame, labels),
             MarkupPart("end"),
         )
+
+
+def number_words(number: int) -> str:
+    """A number of 0 to 999 in words; a larger one in digits.
+
+    >>> number_words(64), number_words(101), number_words(920)
+    ('sixty-four', 'one hundred and one', 'nine hundred and twenty')
+    """
+    if number > MOST_WORDS:
+        return str(number)
+    hundreds, rest = divmod(number, 100)
+    if not hundreds:
+        return _below_hundred(rest)
+    words = f"{_SMALL[hundreds]} hundred"
+    return f"{words} and {_below_hundred(rest)}" if rest else words
+
+
+def _below_hundred(number: int) -> str:
+    if number < len(_SMALL):
+        return _SMALL[number]
+    tens, ones = divmod(number, 10)
+    return _TENS[tens - 2] + (f"-{_SMALL[ones]}" if ones else "")

@@ -8,7 +8,6 @@ import numpy as np
 
 from isobatch.models.image_rules.base import MarkupPart, PicturePlan, ResizeTo, Size
 from isobatch.models.image_rules.native import nearest_size, scaled_up
-from isobatch.models.video_rules._spread import spread
 from isobatch.models.video_rules.base import (
     Indices,
     SampledRule,
@@ -16,6 +15,7 @@ from isobatch.models.video_rules.base import (
     VideoPlan,
     VideoRejected,
     labelled,
+    spread,
     too_short,
 )
 
@@ -61,10 +61,11 @@ class NativeVideoRule(SampledRule):
 
     def sample(self, facts: VideoFacts) -> Indices:
         """A whole number of temporal patches, evenly from the first frame on."""
-        length, total = self.temporal_patch_size, facts.num_frames
-        most = min(self.max_frames, total) // length * length
+        length = self.temporal_patch_size
+        total = facts.num_frames
+        max_frames = min(self.max_frames, total) // length * length
         wanted = total / facts.rate * self.frames_per_second
-        count = math.floor(min(max(wanted, self.min_frames), most) / length) * length
+        count = math.floor(min(max(wanted, self.min_frames), max_frames) / length) * length
         if not count:
             raise too_short(facts, length)
         return spread(0, total, count)
@@ -72,11 +73,12 @@ class NativeVideoRule(SampledRule):
     def resized(self, facts: VideoFacts, num_frames: int) -> Size:
         """Pixels of a resized frame."""
         self.check_aspect(facts, (facts.width, facts.height))
-        most, unit = self.max_pixels, self.unit
+        max_pixels = self.max_pixels
+        unit = self.unit
         if self.max_video_tokens is not None:
             share = int(self.max_video_tokens * unit * unit * 0.9) * self.temporal_patch_size
-            most = max(min(most, share // num_frames), int(self.min_pixels * 1.05))
-        return nearest_size((facts.width, facts.height), unit, (self.min_pixels, most))
+            max_pixels = max(min(max_pixels, share // num_frames), int(self.min_pixels * 1.05))
+        return nearest_size((facts.width, facts.height), unit, (self.min_pixels, max_pixels))
 
     def parts(self, facts: VideoFacts, indices: Indices, tokens: int) -> tuple[MarkupPart, ...]:
         """None: all tokens are in one run."""
@@ -113,17 +115,18 @@ class TimestampsRule(NativeVideoRule):
 
     def resized(self, facts: VideoFacts, num_frames: int) -> Size:
         """Pixels of a resized frame; the limits are of the area times frames."""
-        length, unit = self.temporal_patch_size, self.unit
+        length = self.temporal_patch_size
+        unit = self.unit
         if num_frames < length:
             raise too_short(facts, length)
         size = scaled_up((facts.width, facts.height), unit)
         self.check_aspect(facts, size)
-        most = self.max_pixels
+        max_pixels = self.max_pixels
         if self.max_video_tokens is not None:
-            each = min(self.max_video_tokens * unit * unit, most // num_frames)
-            most = max(each, int(self.min_pixels * 1.05)) * num_frames
+            frame_pixels = min(self.max_video_tokens * unit * unit, max_pixels // num_frames)
+            max_pixels = max(frame_pixels, int(self.min_pixels * 1.05)) * num_frames
         whole = round(num_frames / length) * length
-        return nearest_size(size, unit, (self.min_pixels, most), frames=(num_frames, whole))
+        return nearest_size(size, unit, (self.min_pixels, max_pixels), frames=(num_frames, whole))
 
     def parts(self, facts: VideoFacts, indices: Indices, tokens: int) -> tuple[MarkupPart, ...]:
         """A `frame` per temporal patch; its label is the mean of its first and last second."""
@@ -143,11 +146,13 @@ class GlmVideoRule(TimestampsRule):
     """A longer video has no more frames than this much."""
 
     def sample(self, facts: VideoFacts) -> Indices:
-        """Those at each 1 / `frames_per_second`, made even by the last one."""
-        last, duration, wanted = facts.num_frames - 1, facts.duration, self.frames_per_second
+        """Frames at each 1 / `frames_per_second`, made even by the last one."""
+        last = facts.num_frames - 1
+        duration = facts.duration
+        wanted = self.frames_per_second
         if duration <= self.max_seconds:
             count = max(math.floor(duration * wanted), 1)
-            places = [math.ceil(each * facts.rate / wanted) for each in range(count)]
+            places = [math.ceil(number * facts.rate / wanted) for number in range(count)]
         elif (count := int(self.max_seconds * wanted)) >= facts.num_frames:
             places = list(range(facts.num_frames))
         else:
@@ -158,4 +163,4 @@ class GlmVideoRule(TimestampsRule):
 
     def parts(self, facts: VideoFacts, indices: Indices, tokens: int) -> tuple[MarkupPart, ...]:
         """A `frame` per temporal patch; its label is the second of its first frame, cut off."""
-        return labelled("frame", tokens, [str(int(each / facts.rate)) for each in indices[::2]])
+        return labelled("frame", tokens, [str(int(index / facts.rate)) for index in indices[::2]])

@@ -19,12 +19,12 @@ from isobatch.loaders.online.records import Records
 
 def require_own_options(packing: PackingConfig, config: LoaderConfig) -> None:
     """ConfigError for options that are not there with `measure="own"`."""
-    given = {
+    refused = {
         "lengths_cache": packing.lengths_cache is not None,
         "planner": config.planner is not None,
         "shuffle=False": not config.shuffle,
     }
-    if wrong := [name for name, is_given in given.items() if is_given]:
+    if wrong := [name for name, is_given in refused.items() if is_given]:
         raise ConfigError(
             f"{wrong[0]} is not there with measure='own', where each rank trains on what it has "
             "loaded to measure it; leave it out"
@@ -75,20 +75,20 @@ def encoded_item(item: Any) -> Encoded:
     for name, value in item.items():
         with suppress(TypeError, ValueError, RuntimeError):  # text and the like
             arrays[name] = torch.as_tensor(_writable(value))
-    arrays = {name: each for name, each in arrays.items() if each.ndim and each.numel()}
+    arrays = {name: array for name, array in arrays.items() if array.ndim and array.numel()}
     texts = {name: arrays.pop(name, None) for name in ("input_ids", "labels", "attention_mask")}
     for name in OF_TEXT:  # what is left of them is made for packed samples
         arrays.pop(name, None)
     ids = texts["input_ids"]
     if ids is not None and ids.ndim > 1 and len(ids) > 1:
         raise ValueError(f"input_ids has the shape {tuple(ids.shape)}: an item is one sample")
-    ids, labels, mask = (None if each is None else each.reshape(-1) for each in texts.values())
-    for name, each in (("labels", labels), ("attention_mask", mask)):
-        if each is not None and (ids is None or len(each) != len(ids)):
+    ids, labels, mask = (None if array is None else array.reshape(-1) for array in texts.values())
+    for name, array in (("labels", labels), ("attention_mask", mask)):
+        if array is not None and (ids is None or len(array) != len(ids)):
             raise ValueError(f"{name} and input_ids have different lengths; align them")
     if mask is not None:
-        ids, labels = (None if each is None else each[mask != 0] for each in (ids, labels))
-    rows = sum(len(each) for name, each in arrays.items() if name.startswith("pixel_values"))
+        ids, labels = (None if array is None else array[mask != 0] for array in (ids, labels))
+    rows = sum(len(array) for name, array in arrays.items() if name.startswith("pixel_values"))
     return Encoded(ids, labels, arrays, rows)
 
 

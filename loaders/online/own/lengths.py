@@ -231,7 +231,7 @@ class OwnLengths(SampleLengths):
             with self._lock:
                 self.marks.append([read.tolist(), ended.tolist(), self._states])
         if ended.all():
-            self._least = 0  # there are no more by which to judge
+            self._min_measured = 0  # there are no more by which to judge
             self._check_rejected()
             if not self._is_resumed:
                 self._check_contents()

@@ -38,19 +38,19 @@ def parts_of(item: Any) -> Parts:
     )
 
 
-def is_sharded(told: Sequence[Sequence[Parts]], asked: bool | None) -> bool:
-    """Whether each rank has items of its own; `told` are the parts of each rank's first items.
+def is_sharded(firsts: Sequence[Sequence[Parts]], asked: bool | None) -> bool:
+    """Whether each rank has items of its own; `firsts` are the parts of each rank's first items.
 
     ConfigError if that contradicts `asked`, or cannot be told.
     """
-    ranks = [rank for rank, items in enumerate(told) if items]
+    ranks = [rank for rank, items in enumerate(firsts) if items]
     if len(ranks) < 2:  # the others have shares without an item
-        return bool(ranks) and len(told) > 1 and asked is not False
-    if not all(part for rank in ranks for part in told[rank]):  # nothing but pixels
+        return bool(ranks) and len(firsts) > 1 and asked is not False
+    if not all(part for rank in ranks for part in firsts[rank]):  # nothing but pixels
         return bool(asked)
-    telling = _telling_parts(told)
+    telling = _telling_parts(firsts)
     pairs = list(combinations(ranks, 2))
-    shares = [_same_places(told[one], told[other], telling) for one, other in pairs]
+    shares = [_same_places(firsts[one], firsts[other], telling) for one, other in pairs]
     if min(shares) >= ALIKE:
         if asked:
             raise ConfigError(
@@ -74,19 +74,19 @@ def is_sharded(told: Sequence[Sequence[Parts]], asked: bool | None) -> bool:
     return asked
 
 
-def _telling_parts(told: Sequence[Sequence[Parts]]) -> Parts:
+def _telling_parts(firsts: Sequence[Sequence[Parts]]) -> Parts:
     """Parts by which items of a rank differ: no question that all of them ask."""
-    counts = [Counter(part for item in items for part in item) for items in told]
-    repeated = {part for each in counts for part, count in each.items() if count > 1}
-    return frozenset(part for each in counts for part in each) - repeated
+    counts = [Counter(part for item in items for part in item) for items in firsts]
+    repeated = {part for counter in counts for part, count in counter.items() if count > 1}
+    return frozenset(part for counter in counts for part in counter) - repeated
 
 
 def _same_places(one: Sequence[Parts], other: Sequence[Parts], telling: Parts) -> float:
     """Share of places at which two ranks have the same item: one of which half is the same."""
     same = 0
     for mine, theirs in zip(one, other, strict=False):
-        least = min(len(mine & telling), len(theirs & telling))
-        same += 2 * len(mine & theirs & telling) >= least if least else mine == theirs
+        num_told = min(len(mine & telling), len(theirs & telling))
+        same += 2 * len(mine & theirs & telling) >= num_told if num_told else mine == theirs
     return same / min(len(one), len(other))
 
 

@@ -149,11 +149,11 @@ class StreamRecords(Records):
                 if self._next in wanted:
                     self._kept[self._next] = value
                 self._next += self._ranks
-        there = np.array([each for each in numbers.tolist() if each in self._kept], np.int64)
+        there = np.array([row for row in numbers.tolist() if row in self._kept], np.int64)
         if not self._needed.intersection(numbers.tolist()) <= self._kept.keys():
             raise DataError("the stream has fewer items than in the run that saved the state")
         self._needed.difference_update(numbers.tolist())
-        self._found = there, [self._kept.pop(each) for each in there.tolist()]
+        self._found = there, [self._kept.pop(row) for row in there.tolist()]
         return there
 
     def take(self, indices: IntArray) -> list[Any]:
@@ -181,7 +181,11 @@ class StreamRecords(Records):
 
     def _come_to(self, number: int) -> None:
         """Open the stream at the last state before an item, unless it is nearer."""
-        start = max(each for each in self._states if each <= number // self._ranks)
+        start = max(
+            start_of_state
+            for start_of_state in self._states
+            if start_of_state <= number // self._ranks
+        )
         if self._items is not None and start <= self._next // self._ranks:
             return
         if len(self._states) == 1 and number >= self._ranks:
@@ -226,4 +230,4 @@ def _loses_items(examples: Any) -> bool:
     """Whether a position of `datasets` is without the items in a buffer that it shuffles."""
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", [])]
     is_buffer = type(examples).__name__.startswith("BufferShuffled")
-    return is_buffer or any(_loses_items(each) for each in inner if each is not None)
+    return is_buffer or any(_loses_items(iterable) for iterable in inner if iterable is not None)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobatch.balance.grouping._cap_search import FREE, CapTrial, caps_of, least
+from isobatch.balance.grouping._cap_search import FREE, CapTrial, best_trial, caps_of
 from isobatch.balance.grouping.activation_budget import ActivationBudget
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.grouping.cap_lines import CapNames, cap_lines
@@ -431,8 +431,8 @@ def test_a_time_beyond_chance_decides_before_groups_and_these_before_size():
         )
 
     few, many = tried(9, 1_000, 70.1), tried(8, 1_020, 70.0)
-    assert least([many, few]) == few, "times differ by chance"
+    assert best_trial([many, few]) == few, "times differ by chance"
     fast = tried(8, 1_020, 69.0)
-    assert least([fast, few]) == fast
-    assert least([few, tried(10, 999, 70.0)]) == few, "no more groups to speak of, and smaller"
-    assert least([tried(8, 1_020, None), tried(9, 1_000, None)]).num_groups == 1_000
+    assert best_trial([fast, few]) == fast
+    assert best_trial([few, tried(10, 999, 70.0)]) == few, "no more groups to speak of, and smaller"
+    assert best_trial([tried(8, 1_020, None), tried(9, 1_000, None)]).num_groups == 1_000

@@ -84,7 +84,7 @@ def test_orders_are_the_same_everywhere_and_for_ever():
     """A run may resume on another machine and with another version of NumPy."""
     assert order_of(50, seed=7).take(6).tolist() == [42, 33, 37, 20, 9, 22]
     vision, tokens = packed_loads(400)
-    steps = epoch_steps((vision, tokens), (2, 2), seed=3, balance=0.5, most=2)
+    steps = epoch_steps((vision, tokens), (2, 2), seed=3, balance=0.5, max_steps=2)
     assert steps.tolist() == [[[333, 294], [214, 196]], [[377, 152], [172, 183]]]
 
 

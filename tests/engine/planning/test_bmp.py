@@ -50,7 +50,7 @@ def test_the_ranking_is_that_of_all_candidates_in_the_windows(seed):
     every = [borders for borders in every if (np.diff(borders) > 0).all()]
     metrics = sorted(by_hand(costs, borders)[3] for borders in every)
     most = int(rng.integers(1, 20))
-    found = rank_candidates(costs, anchor, radius=radius, most=most)
+    found = rank_candidates(costs, anchor, radius=radius, max_count=most)
     assert len({tuple(one.borders) for one in found}) == len(found) == min(most, len(every))
     assert [one.metric_ms for one in found] == pytest.approx(metrics[:most])
     for one in found:
@@ -166,7 +166,7 @@ def test_a_ranking_with_recomputation_is_that_of_all_candidates(seed):
         metric = sum(each**2 for each in away) / mean + by_hand(costs, borders)[2]
         metrics += [metric] if np.isfinite(metric) else []
     found = rank_candidates(
-        costs, anchor, radius=radius, most=9, extra=lambda *where: float(table[where])
+        costs, anchor, radius=radius, max_count=9, extra=lambda *where: float(table[where])
     )
     assert [one.metric_ms for one in found] == pytest.approx(sorted(metrics)[:9])
 
@@ -202,4 +202,4 @@ def test_where_nothing_is_recomputed_it_is_the_papers_search():
 def test_a_negative_radius_is_refused():
     costs = vlm(np.random.default_rng(0), 5, 5, 2)
     with pytest.raises(ConfigError, match="radius -1"):
-        rank_candidates(costs, greedy_anchor(costs, 2), radius=-1, most=3)
+        rank_candidates(costs, greedy_anchor(costs, 2), radius=-1, max_count=3)

@@ -33,7 +33,7 @@ def test_packing_in_order_keeps_the_order_and_the_cap(lengths, max_len):
 def test_sizes_hold_every_sample_and_none_is_tried_twice(lengths, max_seq_len, start, num_stages):
     tried = {
         sizes: lengths_to_try(
-            lengths, max_seq_len=max_seq_len, sizes=sizes, given=start, num_stages=num_stages
+            lengths, max_seq_len=max_seq_len, sizes=sizes, first_len=start, num_stages=num_stages
         )
         for sizes in ("given", "multiples", "any")
     }

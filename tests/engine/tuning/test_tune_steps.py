@@ -117,8 +117,8 @@ def test_every_rank_is_told_its_own_schedule_and_all_the_same_of_the_step(seed):
     assert planner_of()(samples_of(seed + 10, 2, 6)).notes[0].fingerprint != fingerprint
     # the same micro-batches, of which a rank does not run its own
     idle = replace(plan, tuned=(None, plan.tuned[1])).notes
-    assert idle[0].own_fingerprint != plan.notes[0].own_fingerprint
-    assert idle[1].own_fingerprint == plan.notes[1].own_fingerprint
+    assert idle[0].pipeline_fingerprint != plan.notes[0].pipeline_fingerprint
+    assert idle[1].pipeline_fingerprint == plan.notes[1].pipeline_fingerprint
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -134,9 +134,9 @@ def test_ranks_that_tune_their_own_pipeline_plan_the_step_that_one_would_plan_fo
         assert own.samples.tolist() == groups.samples.tolist()
         assert own.offsets.tolist() == groups.offsets.tolist()
         found = work.notes[rank]
-        assert (found.fingerprint, found.own_fingerprint) == (
+        assert (found.fingerprint, found.pipeline_fingerprint) == (
             note.fingerprint,
-            note.own_fingerprint,
+            note.pipeline_fingerprint,
         )
         assert (found.step_ns, found.untuned_ns) == (note.step_ns, plan.untuned_ns)
         for other, theirs in enumerate(work.micro_batches):
@@ -151,7 +151,7 @@ def test_an_assignment_that_would_be_slower_is_not_taken(seed):
     samples = samples_of(seed, 2, 6)
     planner = planner_of()
     loads = planner.loads(samples.counts)
-    given = [planner._given(samples, rank) for rank in range(2)]
+    given = [planner._rank_groups(samples, rank) for rank in range(2)]
     # both ranks as one of them: even already
     twice = np.concatenate([given[0].samples, given[0].samples])
     offsets = np.concatenate([given[0].offsets, given[0].offsets[-1] + given[0].offsets[1:]])

@@ -19,7 +19,7 @@ from isobatch.loaders import BalancedLoader, StreamingLoader
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.presets import MediaMarkup
-from isobatch.models.video_rules._number_words import number_words
+from isobatch.models.video_rules.frames import number_words
 from isobatch.models.video_tokens import VideoFacts, plan_video
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig

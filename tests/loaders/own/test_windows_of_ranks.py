@@ -131,7 +131,7 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
             records.is_sharded = len(streams) > 1
         reader = RecordReader(records, counter, (), may_lose=False, kept_bytes=1 << 40)
         options = LengthOptions(
-            max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, least=window
+            max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, min_measured=window
         )
         lengths = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
         lengths.open(reader, (rank, world))
@@ -173,7 +173,7 @@ def take_step(ranks):
         lengths = each._source.run.lengths
         for batch in plan.micro_batches:
             keys = np.array([part.group for part in batch], np.int64)
-            assert set(keys.tolist()) <= lengths._reader.kept().keys()
+            assert set(keys.tolist()) <= lengths._reader.in_memory().keys()
             labels += int(lengths.column("num_loss_tokens", keys).sum())
             given += keys.tolist()
         each.move_past(plan)

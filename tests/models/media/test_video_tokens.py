@@ -16,7 +16,7 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.media.frame_archive import is_frame_archive, pack_frames, unpack_frames
 from isobatch.models.presets import load_model, model_from_dict, model_to_dict
 from isobatch.models.video_rules import ClockRule, NativeVideoRule, VideoRule
-from isobatch.models.video_rules._number_words import number_words
+from isobatch.models.video_rules.frames import number_words
 from isobatch.models.video_tokens import VideoFacts, VideoRejected, plan_video
 from support.cases import for_each
 from support.oracles.video_processors import ORACLES, own_text

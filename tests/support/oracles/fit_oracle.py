@@ -7,7 +7,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from isobatch.balance.grouping import _best_fit_kernel as fit_pass
 from isobatch.balance.grouping import best_fit as fit
 from isobatch.balance.rng import GROUPS, random_bits
 from support.oracles.isf_oracle import shuffle
@@ -136,17 +135,15 @@ def make(loads, caps, plan, window, state, tolerance, keep):
     shuffle(order, state)
     groups, head = [], 0
     while sum(a_pass.left) > keep:
-        block = order[head : head + fit_pass.LOOKAHEAD]
+        block = order[head : head + fit.LOOKAHEAD]
         gone = [rank for rank in block if not a_pass.left[rank]]
-        order[head : head + fit_pass.LOOKAHEAD] = gone + [
-            rank for rank in block if a_pass.left[rank]
-        ]
+        order[head : head + fit.LOOKAHEAD] = gone + [rank for rank in block if a_pass.left[rank]]
         head += len(gone)
         while not a_pass.left[order[head]]:
             head += 1
-        group, hit = a_pass.group(order[head : head + fit_pass.LOOKAHEAD], tolerance)
+        group, hit = a_pass.group(order[head : head + fit.LOOKAHEAD], tolerance)
         groups.append([a_pass.samples[rank] for rank in group])
-        tolerance += -(tolerance >> fit_pass.ADAPT) if hit else (tolerance >> fit_pass.ADAPT) + 1
+        tolerance += -(tolerance >> fit.ADAPT) if hit else (tolerance >> fit.ADAPT) + 1
     return (
         groups,
         [sample for sample, left in zip(a_pass.samples, a_pass.left, strict=True) if left],
@@ -207,7 +204,7 @@ class Pass:
             and self.fits([*group, rank])
             and least <= slack - self.score[rank] <= most
         ]
-        for rank in fitting[: fit_pass.MAX_TRIES]:
+        for rank in fitting[: fit.MAX_TRIES]:
             other = self.largest_that_fits([*group, rank], besides=rank)
             if other is not None and slack - self.score[rank] - self.score[other] <= tolerance:
                 return [rank, other]
@@ -219,7 +216,7 @@ class Pass:
             (rank for rank, score in enumerate(self.score) if self.left[rank] and score <= slack),
             None,
         )
-        for _ in range(fit_pass.PROBES):
+        for _ in range(fit.PROBES):
             if rank is not None and rank == besides:
                 rank = self.next_left(rank + 1)
             if rank is None or self.fits([*group, rank]):

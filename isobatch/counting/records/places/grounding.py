@@ -14,7 +14,7 @@ for the rounding too. Letters of marks in a record without `objects` stay letter
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ OBJECTS_KEY = "objects"
 _REF, _BOX = "<ref-object>", "<bbox>"
 _MARK = re.compile(f"{_REF}|{_BOX}")
 _MOST = 1e9
-"""Beyond any coordinate; NaN and infinity are too."""
+"""Number beyond any coordinate; NaN and infinity are too."""
 _KEYS = ("ref", "bbox", "bbox_type", "image_id")
 
 
@@ -56,7 +56,7 @@ class _Form(NamedTuple):
     """How a model's texts name objects and give boxes."""
 
     tokens: tuple[str, ...]
-    """Around a name and around a box; none: nothing."""
+    """Tokens around a name and around a box; empty: nothing is around them."""
     is_list: bool = False
     """Whether numbers are a list in a list; else points in brackets."""
     is_resized: bool = False
@@ -87,12 +87,12 @@ _FORMS: dict[str, _Form] = {
 def read_objects(
     record: Mapping[str, Any],
     turns: Sequence[Turn],
-    given: Sequence[Media],
+    numbered: Sequence[Media],
     images: Sequence[Media],
 ) -> Objects | None:
     """The objects that a record's texts have marks for; None if there are no marks or no objects.
 
-    `given` are the images in the order that `image_id` counts in, `images` in that of the text.
+    `numbered` are the images in the order that `image_id` counts in, `images` in that of the text.
     SampleProblem (`grounding`) unless there is one object for each mark.
     """
     if OBJECTS_KEY not in record or not any(_MARK.search(turn.text) for turn in turns):
@@ -111,12 +111,14 @@ def read_objects(
         raise _problem(f"bbox_type is {str(kind)[:40]!r}; known: real, norm1")
     places = [*_list(values, "image_id"), *[0] * len(boxes)][: len(boxes)]
     for place in places:
-        if type(place) is not int or not 0 <= place < len(given):
-            raise _problem(f"a box is on image {str(place)[:40]}, from 0, of {len(given)} images")
+        if type(place) is not int or not 0 <= place < len(numbered):
+            raise _problem(
+                f"a box is on image {str(place)[:40]}, from 0, of {len(numbered)} images"
+            )
     ordered = list(images)
     # equal files have equal sizes, so any of them will do
     return Objects(
-        refs, boxes, tuple(ordered.index(given[place]) for place in places), kind == "norm1"
+        refs, boxes, tuple(ordered.index(numbered[place]) for place in places), kind == "norm1"
     )
 
 
@@ -142,30 +144,30 @@ def _values(raw: Any) -> Mapping[str, Any]:
 
 
 def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
-    given = values.get(key)
-    if given is None:
+    items = values.get(key)
+    if items is None:
         return ()
-    if not isinstance(given, list | tuple):
-        raise _problem(f"{key} of `objects` is a {type(given).__name__}, not a list")
-    return given
+    if not isinstance(items, list | tuple):
+        raise _problem(f"{key} of `objects` is a {type(items).__name__}, not a list")
+    return items
 
 
-def _ref(given: Any) -> str:
-    if not isinstance(given, str):
-        raise _problem(f"ref of `objects` holds a {type(given).__name__}, not a text")
-    return given
+def _ref(ref: Any) -> str:
+    if not isinstance(ref, str):
+        raise _problem(f"ref of `objects` holds a {type(ref).__name__}, not a text")
+    return ref
 
 
-def _box(given: Any) -> tuple[float, ...]:
+def _box(box: Any) -> tuple[float, ...]:
     """A point, or a box with its corners in order, as ms-swift puts them."""
-    numbers = list(given) if isinstance(given, list | tuple) else []
+    numbers = list(box) if isinstance(box, list | tuple) else []
     is_right = all(type(number) in (int, float) and abs(number) < _MOST for number in numbers)
     if len(numbers) not in (2, 4) or not is_right:
-        raise _problem(f"bbox of `objects` holds {str(given)[:60]}, not 2 or 4 numbers")
-    if len(given) == 2:
-        return tuple(given)
-    left, top, right, bottom = given
-    return min(left, right), min(top, bottom), max(left, right), max(top, bottom)
+        raise _problem(f"bbox of `objects` holds {str(box)[:60]}, not 2 or 4 numbers")
+    if len(box) == 2:
+        return tuple(box)
+    x0, y0, x1, y1 = box
+    return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
 
 
 def _problem(detail: str) -> SampleProblem:
@@ -187,10 +189,12 @@ def with_objects(
         known = ", ".join(_FORMS)
         raise _problem(f"how {model} writes boxes is not known; known: {known}")
     form = _FORMS[max(names, key=len)]
-    own = [token for token in form.tokens if any(token in text for text in _texts(turns, objects))]
-    if own:
-        raise _problem(f"the texts have {own[0]} of their own next to {_REF} or {_BOX}")
-    refs = iter([_written_ref(form, ref) for ref in objects.refs])
+    texts = [*(turn.text for turn in turns), *objects.refs]
+    present = [token for token in form.tokens if any(token in text for text in texts)]
+    if present:
+        raise _problem(f"the texts have {present[0]} of their own next to {_REF} or {_BOX}")
+    before, after = form.tokens[:2] or ("", "")
+    refs = iter([f"{before}{ref}{after}" for ref in objects.refs])
     pairs = zip(objects.boxes, objects.images, strict=True)
     boxes = iter([_written_box(form, box, objects, sizes[image]) for box, image in pairs])
     filled = []
@@ -203,21 +207,12 @@ def with_objects(
     return tuple(filled)
 
 
-def _texts(turns: Sequence[Turn], objects: Objects) -> Iterator[str]:
-    yield from (turn.text for turn in turns)
-    yield from objects.refs
-
-
-def _written_ref(form: _Form, ref: str) -> str:
-    return f"{form.tokens[0]}{ref}{form.tokens[1]}" if form.tokens else ref
-
-
 def _written_box(form: _Form, box: tuple[float, ...], objects: Objects, size: ImageSize) -> str:
     """A box as ms-swift writes it: divided first, then multiplied, then rounded."""
-    own = (1, 1) if objects.are_shares else size[:2]
+    unit = (1, 1) if objects.are_shares else size[:2]
     scaled = size[2:] if form.is_resized else (1000, 1000)
     numbers = [
-        round(number / own[place % 2] * scaled[place % 2]) for place, number in enumerate(box)
+        round(number / unit[place % 2] * scaled[place % 2]) for place, number in enumerate(box)
     ]
     points = zip(numbers[::2], numbers[1::2], strict=True)
     written = ",".join(f"({x},{y})" for x, y in points)

@@ -35,7 +35,7 @@ from isobatch.counting.records.media import (
 from isobatch.counting.records.reading import Reading
 from isobatch.counting.text.chat_tokenizer import AUDIO_MARKER, IMAGE_MARKER, VIDEO_MARKER, Turn
 
-_MARKERS = {"image": IMAGE_MARKER, "video": VIDEO_MARKER, "audio": AUDIO_MARKER}
+MARKERS = {"image": IMAGE_MARKER, "video": VIDEO_MARKER, "audio": AUDIO_MARKER}
 _NAMES = {"image": "image|img", "video": "video|vid", "audio": "audio"}
 """Words of marks, in small letters; they are found in any letters."""
 _SUFFIXES = {
@@ -47,7 +47,7 @@ _SUFFIXES = {
 _MOST_COLUMNS = 32
 NUMBERED_KEYS: Mapping[str, tuple[str, int]] = {
     f"{kind}{between}{number}": (kind, number)
-    for kind in _MARKERS
+    for kind in MARKERS
     for between in ("", "_")
     for number in range(_MOST_COLUMNS + 1)
 }
@@ -93,19 +93,19 @@ def record_files(record: Fields, kind: str) -> list[Media]:
 
 def column_numbers(record: Fields) -> dict[str, tuple[int, ...]]:
     """Kind -> numbers of the columns that its files are from, if each is from one of them."""
-    found = {}
+    numbers = {}
     for key in ("image", "images"):
-        if isinstance(given := record.peek(key), Mapping) and (marks := marked_files(given)):
-            found["image"] = tuple(marks)
+        if isinstance(value := record.peek(key), Mapping) and (marks := marked_files(value)):
+            numbers["image"] = tuple(marks)
     if _COLUMN_NAMES.isdisjoint(record):  # most records
-        return found
+        return numbers
     keys = [key for key in record if key in NUMBERED_KEYS]
     for kind in {NUMBERED_KEYS[key][0] for key in keys}:
         # of a copy, for these files may not be those that are used
         columns = _columns(Fields({key: record.peek(key) for key in keys}), kind)
         if columns and all(len(files) == 1 for files in columns.values()):
-            found[kind] = tuple(columns)
-    return found
+            numbers[kind] = tuple(columns)
+    return numbers
 
 
 def _columns(record: Fields, kind: str) -> dict[int, list[Media]]:
@@ -114,8 +114,8 @@ def _columns(record: Fields, kind: str) -> dict[int, list[Media]]:
         return {}
     keys = [key for key in record if key in NUMBERED_KEYS and NUMBERED_KEYS[key][0] == kind]
     keys.sort(key=lambda key: NUMBERED_KEYS[key])
-    given = {NUMBERED_KEYS[key][1]: files_under(record, key, kind) for key in keys}
-    return {number: files for number, files in given.items() if files}
+    columns = {NUMBERED_KEYS[key][1]: files_under(record, key, kind) for key in keys}
+    return {number: files for number, files in columns.items() if files}
 
 
 # --- texts ---
@@ -131,7 +131,8 @@ def edited(turn: Turn, edits: Sequence[Edit]) -> Turn:
     """
     if not edits:
         return turn
-    pieces, last = [], 0
+    pieces = []
+    last = 0
     for start, end, new in edits:
         pieces += [turn.text[last:start], new]
         last = end
@@ -143,7 +144,7 @@ def edited(turn: Turn, edits: Sequence[Edit]) -> Turn:
 
 
 def _moved(place: int, edits: Sequence[Edit], *, is_end: bool = False) -> int:
-    """Where a character is after the edits; inside of one, its beginning or its end."""
+    """Place of a character after the edits; inside of one, its beginning or its end."""
     shift = 0
     for start, end, new in edits:
         if end <= place:
@@ -169,10 +170,10 @@ def place_marks(
     if not files:
         return _with_paths(turns, kind)
     tokens = _tokens(kind, reading)
-    if not any(_has_others(turn.text, _MARKERS[kind], tokens) for turn in turns):
+    if not any(_has_others(turn.text, MARKERS[kind], tokens) for turn in turns):
         return turns, files
-    found = (_find(turn, number, kind, tokens) for number, turn in enumerate(turns))
-    marks = list(chain.from_iterable(found))
+    by_turn = (_find(turn, number, kind, tokens) for number, turn in enumerate(turns))
+    marks = list(chain.from_iterable(by_turn))
     if all(mark.is_marker for mark in marks):
         return turns, files
     named = _named(marks, files, numbers if len(numbers) == len(files) else ())
@@ -216,7 +217,7 @@ def _placed(
     named: Mapping[_Mark, int],
 ) -> tuple[tuple[Turn, ...], Sequence[Media]]:
     """Turns with a marker for each mark taken, and the files in the order of the text."""
-    marker = _MARKERS[kind]
+    marker = MARKERS[kind]
     edits: list[list[Edit]] = [[] for _ in turns]
     for mark in taken:
         edits[mark.turn].append((mark.start, mark.end, marker))
@@ -235,7 +236,7 @@ def _placed(
             for mark in places
         ]
     pairs = zip(turns, edits, strict=True)
-    return tuple(edited(turn, each) for turn, each in pairs), order
+    return tuple(edited(turn, turn_edits) for turn, turn_edits in pairs), order
 
 
 def first_question(turns: Sequence[Turn]) -> int:
@@ -251,16 +252,16 @@ def _named(
     begin = 0 if 0 in numbers and max(numbers) < len(files) else 1
     of_files = columns or range(begin, begin + len(files))
     index_of = {number: index for index, number in enumerate(of_files)}
-    found: dict[_Mark, int] = {}
+    indices: dict[_Mark, int] = {}
     for mark in marks:
         index = None
         if mark.number is not None:
             index = index_of.get(mark.number)
         elif mark.path is not None:
             index = _index_of_path(mark.path, files)
-        if index is not None and index not in found.values():
-            found[mark] = index
-    return found
+        if index is not None and index not in indices.values():
+            indices[mark] = index
+    return indices
 
 
 def _index_of_path(path: str, files: Sequence[Media]) -> int | None:
@@ -301,7 +302,7 @@ def _with_paths(turns: tuple[Turn, ...], kind: str) -> tuple[tuple[Turn, ...], S
         for mark in _find(turn, number, kind, ()):
             if mark.path is not None and _is_file_name(mark.path, kind):
                 files.append(media_of(mark.path, kind))
-                edits.append((mark.start, mark.end, _MARKERS[kind]))
+                edits.append((mark.start, mark.end, MARKERS[kind]))
         changed.append(edited(turn, edits))
     return tuple(changed), files
 
@@ -315,14 +316,14 @@ def _is_file_name(path: str, kind: str) -> bool:
 
 def _tokens(kind: str, reading: Reading) -> tuple[str, ...]:
     """The model's own strings for a file of a kind, the longest first."""
-    given = {
+    strings = {
         "image": reading.image_tokens,
         "video": reading.video_tokens,
         "audio": reading.audio_tokens,
     }[kind]
-    markers = _MARKERS.values()  # SmolVLM2's token of a video is the marker of an image
-    own = {token for token in given if token and token not in markers}
-    return tuple(sorted(own, key=len, reverse=True))
+    markers = MARKERS.values()  # SmolVLM2's token of a video is the marker of an image
+    tokens = {token for token in strings if token and token not in markers}
+    return tuple(sorted(tokens, key=len, reverse=True))
 
 
 def _has_others(text: str, marker: str, tokens: tuple[str, ...]) -> bool:
@@ -332,7 +333,8 @@ def _has_others(text: str, marker: str, tokens: tuple[str, ...]) -> bool:
 
 def _find(turn: Turn, number: int, kind: str, tokens: tuple[str, ...]) -> Iterator[_Mark]:
     """Marks and markers of a kind in a turn, in order."""
-    text, marker = turn.text, _MARKERS[kind]
+    text = turn.text
+    marker = MARKERS[kind]
     for match in _pattern(kind, tokens).finditer(text):
         start, end = match.span()
         path = match["path"]
@@ -355,8 +357,8 @@ def _find(turn: Turn, number: int, kind: str, tokens: tuple[str, ...]) -> Iterat
 @lru_cache(maxsize=64)
 def _pattern(kind: str, tokens: tuple[str, ...]) -> re.Pattern[str]:
     names = _NAMES[kind]
-    own = [re.escape(token) for token in tokens]
+    exact = [re.escape(token) for token in tokens]
     tagged = rf"(?i:<(?P<tag>{names})>(?P<path>[^<>\n]{{0,1024}})</(?P=tag)>)"
     plain = rf"(?i:<(?P<bar>\|)?(?:{names})(?:[ _#-]?(?P<number>[0-9]{{1,4}}))?(?(bar)\|)>)"
     here = rf"(?i:<(?:{names})[ _-]?(?:here|placeholder)>)"
-    return re.compile("|".join([*own, tagged, plain, here]))
+    return re.compile("|".join([*exact, tagged, plain, here]))

@@ -30,9 +30,9 @@ _HARMLESS = (
     *("video_processor_type", "image_processor_type", "do_pad", "crop_size"),
 )
 _FRAMES_PER_SECOND = 2
-"""Of Qwen-VL's and GLM-V's own code."""
+"""Frames per second of Qwen-VL's and GLM-V's own code."""
 _INTERNVL_FRAMES, _ONEVISION_FRAMES, _SMOLVLM_FRAMES = 8, 32, 64
-"""Of InternVL's model cards, OneVision's paper, SmolVLM2's own files."""
+"""Frames by InternVL's model cards, OneVision's paper, SmolVLM2's own files."""
 
 
 def with_videos(files: ModelFiles, model: ModelPreset) -> ModelPreset:
@@ -45,15 +45,15 @@ def with_videos(files: ModelFiles, model: ModelPreset) -> ModelPreset:
     table = files.video_table(kind)
     if reader is None or table is None:
         return model
-    made = reader(files, model, table)
-    if made is None:
+    result = reader(files, model, table)
+    if result is None:
         return model
     pixels = pixels_of(table)
     # without a file of their own they have images', whose reader looked at all of it
-    table.require_read(_HARMLESS if files.has_video_settings else (*_HARMLESS, *table.given))
+    table.require_read(_HARMLESS if files.has_video_settings else (*_HARMLESS, *table.file_values))
     if (pixels["mean"], pixels["std"]) != (model.vision.mean, model.vision.std):
         return model
-    rule, markup = made
+    rule, markup = result
     return replace(model, video=replace(rule, resample=pixels["resample"]), video_markup=markup)
 
 
@@ -96,8 +96,8 @@ def _qwen(
     if options is None:
         return None
     options |= {key: table.count(key) for key in ("min_frames", "max_frames")}
-    most = table.count("max_video_tokens")
-    options["max_video_tokens"] = most if table.value("cap_pixels_per_frame") else None
+    max_tokens = table.count("max_video_tokens")
+    options["max_video_tokens"] = max_tokens if table.value("cap_pixels_per_frame") else None
     token = files.named_token("video_token", "<|video_pad|>")
     start, end = "<|vision_start|>", "<|vision_end|>"
     if files.model_type in ("qwen2_vl", "qwen2_5_vl"):
@@ -138,11 +138,11 @@ def _crops(model: ModelPreset, table: JsonTable, otherwise: int) -> dict[str, An
     if not isinstance(vision, CropsRule):
         raise TypeError(f"{model.name} has no crops")
     table.require("do_center_crop", False)
-    given = table.value("num_frames")
+    num_frames = table.value("num_frames")
     return {
         "image_size": vision.image_size,
         "vit_tokens_per_frame": vision.vit_tokens_per_patch,
-        "num_frames": otherwise if given is None else table.count("num_frames"),
+        "num_frames": otherwise if num_frames is None else table.count("num_frames"),
     }
 
 
@@ -158,7 +158,8 @@ def _internvl(
     files: ModelFiles, model: ModelPreset, table: JsonTable
 ) -> tuple[VideoRule, MediaMarkup] | None:
     table.require("initial_shift", True)
-    image, options = model.image_markup, _squares(model, table, _INTERNVL_FRAMES)
+    image = model.image_markup
+    options = _squares(model, table, _INTERNVL_FRAMES)
     if options is None:
         return None
     tokens = model.vision.llm_tokens_per_patch  # type: ignore[union-attr]
@@ -176,8 +177,8 @@ def _onevision(
     options = _squares(model, table, _ONEVISION_FRAMES)
     if options is None:
         return None
-    given = files.processor.get("video_token")
-    token = files.named_token("video_token", given if isinstance(given, str) else "<video>")
+    named = files.processor.get("video_token")
+    token = files.named_token("video_token", named if isinstance(named, str) else "<video>")
     tokens = options["vit_tokens_per_frame"]
     return PooledRule(**options, llm_tokens_per_frame=tokens), MediaMarkup(token=token)
 
@@ -188,12 +189,12 @@ def _smolvlm(
     options = _crops(model, table, _SMOLVLM_FRAMES)
     sampling = table.table("video_sampling")
     size = edges(table)
-    if sampling.given:
+    if sampling.file_values:
         options["num_frames"] = sampling.count("max_frames")
-        if "size" not in table.given:  # which wins
+        if "size" not in table.file_values:  # which wins
             size = edges(sampling, "video_size")
         sampling.value("video_size")
-    rate = sampling.number("fps") if sampling.given else _rate(table, 1.0)
+    rate = sampling.number("fps") if sampling.file_values else _rate(table, 1.0)
     if edges(table, "max_image_size") != {"longest_edge": options["image_size"]}:
         return None
     if set(size) != {"longest_edge"}:

@@ -37,8 +37,8 @@ def random_chain(rng):
                 borders=borders,
                 choices=np.arange(len(borders))[:, np.newaxis],
                 bound_ns=rng.integers(0, 9, len(borders)),
-                left=borders[:, 0],
-                right=borders[:, 1],
+                head=borders[:, 0],
+                tail=borders[:, 1],
             )
         )
     return chain
@@ -48,7 +48,7 @@ def chains(chain):
     """Every chain: the places of its windows, which agree on what they share."""
     for places in itertools.product(*(range(len(one)) for one in chain)):
         if all(
-            a.right[i] == b.left[j]
+            a.tail[i] == b.head[j]
             for (a, i), (b, j) in itertools.pairwise(zip(chain, places, strict=True))
         ):
             yield places

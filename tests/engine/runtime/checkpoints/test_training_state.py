@@ -17,6 +17,7 @@ from torch import nn
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.checkpoints import _state_folders as state_folders
+from isobatch.engine.runtime.checkpoints import training_state
 from isobatch.engine.runtime.checkpoints.training_state import (
     PROGRESS_NAME,
     Progress,
@@ -260,7 +261,7 @@ def make_trained():
 def save_and_die(folder, owner, name):
     """Save step 1; then step 2 with all weights 0, killed where a module's function is called."""
     model, optimizer = make_trained()
-    save_state(folder, layers_of(model), optimizer, Progress(step=1, loader={}), kept=1)
+    save_state(folder, layers_of(model), optimizer, Progress(step=1, loader={}), max_states=1)
     with torch.no_grad():
         for weight in weights_of(model):
             weight.zero_()
@@ -269,14 +270,14 @@ def save_and_die(folder, owner, name):
         name,
         lambda *_arguments, **_options: os.kill(os.getpid(), signal.SIGKILL),
     )
-    save_state(folder, layers_of(model), optimizer, Progress(step=2, loader={}), kept=1)
+    save_state(folder, layers_of(model), optimizer, Progress(step=2, loader={}), max_states=1)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "step"),
     [
         pytest.param("os", "fsync", 1, id="tensors written"),
-        pytest.param(state_folders.__name__, "_write_json", 1, id="no progress written"),
+        pytest.param(training_state.__name__, "finish_state", 1, id="no progress written"),
         pytest.param(state_folders.__name__, "give_name", 1, id="not renamed"),
         pytest.param("shutil", "rmtree", 2, id="old state not removed"),
     ],
@@ -298,7 +299,7 @@ def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(
     for weight, own in zip(weights_of(read), weights_of(model), strict=True):
         assert torch.equal(weight, own if step == 1 else torch.zeros_like(own))
     # and what is left of the killed one is in nobody's way
-    save_state(tmp_path, layers_of(model), optimizer, Progress(step=2, loader={}), kept=1)
+    save_state(tmp_path, layers_of(model), optimizer, Progress(step=2, loader={}), max_states=1)
     assert list(tmp_path.iterdir()) == [newest_state(tmp_path)]
     assert load_state(tmp_path, layers_of(read), None).step == 2
     assert all(
@@ -310,7 +311,9 @@ def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(
 def test_the_newest_states_are_kept_and_none_is_written_over(tmp_path, trained):
     model, optimizer = trained
     places = [
-        save_state(tmp_path, layers_of(model), optimizer, Progress(step=step, loader={}), kept=3)
+        save_state(
+            tmp_path, layers_of(model), optimizer, Progress(step=step, loader={}), max_states=3
+        )
         for step in (9, 10, 10, 11)
     ]
     assert newest_state(tmp_path) == places[-1]
