@@ -160,7 +160,13 @@ class Meter:
     def _add_figures(self, parts: Sequence[StepFigures]) -> None:
         if not parts:
             return
-        self._add_groups(parts)
+        # what groups weigh and whether they have met, from one epoch after the other
+        for part in parts:
+            sizes = np.diff(part.ends, prepend=0)
+            divisors = np.repeat(part.loss_normalizers, sizes)
+            for row, values in enumerate((part.weights, part.weights / divisors)):
+                self._weights[row] += np.bincount(part.builds, values, self._weights.shape[1])
+            self._pairs.add(part.epoch, part.builds, part.numbers, sizes)
         # (2, dp, rounds)
         tokens = np.concatenate(
             [
@@ -182,15 +188,6 @@ class Meter:
         )
         if self._first_ratios is None:
             self._first_ratios = ratios[:, 0]
-
-    def _add_groups(self, parts: Sequence[StepFigures]) -> None:
-        """What steps' groups weigh and whether they have met, from one epoch after the other."""
-        for part in parts:
-            sizes = np.diff(part.ends, prepend=0)
-            divisors = np.repeat(part.loss_normalizers, sizes)
-            for row, values in enumerate((part.weights, part.weights / divisors)):
-                self._weights[row] += np.bincount(part.builds, values, self._weights.shape[1])
-            self._pairs.add(part.epoch, part.builds, part.numbers, sizes)
 
 
 class PairCounter:

@@ -25,7 +25,6 @@ from isobatch.models.flops import FlopsModel
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.hf_processor import open_processor
 from isobatch.models.image_rules import ProcessorRule
-from isobatch.models.presets import ModelPreset
 from isobatch.packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.mixture_sampling import (
@@ -119,7 +118,14 @@ class Builder:
             fetch = config.fetch_annotations
             require_all(config.dataset, config.data_root, error, fetch=fetch)
             raise
-        _check_token(self.model, self.tokenizer)
+        if isinstance(self.model.vision, ProcessorRule):
+            token_id = open_processor(self.model.vision.description).token_id
+            if token_id != self.tokenizer.image_token_id:
+                gives = f"{self.model.image_markup.token} the id {self.tokenizer.image_token_id}"
+                raise ConfigError(
+                    f"--tokenizer gives {gives}, the processor of {self.model.name} {token_id}; use"
+                    " the model's own"
+                )
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
@@ -425,15 +431,3 @@ def _without(groups: Groups, lost: list[int]) -> Groups:
     sizes = np.bincount(group_of, minlength=len(groups))
     offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
     return Groups(groups.samples[keep], offsets)
-
-
-def _check_token(model: ModelPreset, tokenizer: ChatTokenizer) -> None:
-    """ConfigError if a model's own processor has another image token than the tokenizer."""
-    if not isinstance(model.vision, ProcessorRule):
-        return
-    token_id = open_processor(model.vision.description).token_id
-    if token_id != tokenizer.image_token_id:
-        raise ConfigError(
-            f"--tokenizer gives {model.image_markup.token} the id {tokenizer.image_token_id}, the"
-            f" processor of {model.name} {token_id}; use the model's own"
-        )

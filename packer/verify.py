@@ -87,7 +87,11 @@ def verify_build(
             problems += problem
             stage.advance(file.size)
             stage.count(1)
-        problems += _strangers(root, manifest)
+        # without the folder all shards are missing, which is said already
+        if root.has_folder("shards"):
+            known = {shard.name for shard in manifest.shards}
+            names = [info.name for info in root.files("shards")]
+            problems += [f"{name}: is not in the manifest" for name in names if name not in known]
         if "content_hash" not in manifest.values:
             problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
         if not problems:
@@ -111,15 +115,6 @@ def verify_build(
         num_media=num_media,
         problems=problems,
     )
-
-
-def _strangers(root: Folder, manifest: Manifest) -> list[str]:
-    """Shards that the manifest does not list."""
-    known = {shard.name for shard in manifest.shards}
-    if not root.has_folder("shards"):
-        return []  # all are missing, which is said already
-    names = [info.name for info in root.files("shards")]
-    return [f"{name}: is not in the manifest" for name in names if name not in known]
 
 
 def _check_file(folder: Folder, expected: BuildFile) -> list[str]:

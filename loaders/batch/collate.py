@@ -43,7 +43,11 @@ def collate(
     `seeds` are for the `image_transform` of `config`, which is not applied without them. DataError
     names a sample with an unusable file; ConfigError if `model` has no rule for clips or videos.
     """
-    input_ids, labels, position_ids = _tokens(raw)
+    labels = torch.from_numpy(raw.labels.astype(np.int64))
+    counted = _count(len(raw.input_ids))
+    borders = raw.cu_seqlens.tolist()
+    # of each token in its sample
+    positions = [counted[: end - start] for start, end in pairwise(borders)] or [counted[:0]]
     broken = BrokenFiles(raw, config)
     is_processed = isinstance(model.vision, ProcessorRule)
     fields_of = ProcessedFields if is_processed else VisionFields
@@ -57,9 +61,9 @@ def collate(
         labels[start:end] = LABEL_IGNORE
     return MicroBatch(
         sample_ids=raw.sample_ids,
-        input_ids=input_ids,
+        input_ids=torch.from_numpy(raw.input_ids.astype(np.int64)),
         labels=labels,
-        position_ids=position_ids,
+        position_ids=torch.from_numpy(np.concatenate(positions)),
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
         pixel_values=pixel_values,
         images=images,
@@ -81,18 +85,6 @@ def collate(
         num_ranks=config.ranks()[1] if config.shuffle else 1,
         micro_batches_per_step=config.micro_batches_per_step,
         gradients=config.gradients,
-    )
-
-
-def _tokens(raw: StoredGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Input ids, labels and each token's position in its sample, int64."""
-    counted = _count(len(raw.input_ids))
-    borders = raw.cu_seqlens.tolist()
-    positions = [counted[: end - start] for start, end in pairwise(borders)] or [counted[:0]]
-    return (
-        torch.from_numpy(raw.input_ids.astype(np.int64)),
-        torch.from_numpy(raw.labels.astype(np.int64)),
-        torch.from_numpy(np.concatenate(positions)),
     )
 
 

@@ -86,7 +86,7 @@ class RankChecks:
         if not dist.is_initialized():
             return
         with answering():
-            verdict = self._compare(json.dumps(dict(fields)))
+            verdict = self._verdict(json.dumps(dict(fields)))
         if verdict:
             raise ConfigError(verdict)
 
@@ -98,7 +98,7 @@ class RankChecks:
                 store.set(self._next(store) + REFUSED, f"rank {me} {problem}")
                 self._refused = True
 
-    def _compare(self, report: str) -> str:
+    def _verdict(self, report: str) -> str:
         store, me = open_store(), dist.get_rank()
         place = self._next(store)
         keys = {rank: f"{place}/{rank}" for rank in self._ranks}

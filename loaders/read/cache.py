@@ -258,23 +258,22 @@ def locked(path: Path, wait_s: float) -> Iterator[int | None]:
     # opened each time: threads and forks would share an opened file's lock
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        yield descriptor if _acquire(descriptor, time.monotonic() + wait_s) else None
+        deadline = time.monotonic() + wait_s
+        pause_s = 0.0002
+        while not (is_locked := _try_to_lock(descriptor)) and time.monotonic() <= deadline:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        yield descriptor if is_locked else None
     finally:
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, deadline: float) -> bool:
-    pause_s = 0.0002
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
-        else:
-            return True
+def _try_to_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_abandoned(path: str) -> bool:

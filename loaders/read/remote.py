@@ -132,7 +132,11 @@ class RemoteShards:
         if again:
             self.cache.remove(name)
         else:
-            content = self._take_ahead(group, offset, length) or self._cached(name, length)
+            content = self._take_ahead(group, offset, length)
+            if content is None and (cached := self.cache.read(name, length)) is not None:
+                content = pa.py_buffer(cached)
+                with self._lock:
+                    self.cache_hits += 1
             if content is not None:
                 return content
         (checksum,) = self.index.row(group, "checksum")
@@ -199,14 +203,6 @@ class RemoteShards:
         part = pa.py_buffer(content).slice(offset - request.start, length)
         self.cache.write(_cache_name(request.shard, group), part)
         return part
-
-    def _cached(self, name: str, length: int) -> pa.Buffer | None:
-        content = self.cache.read(name, length)
-        if content is None:
-            return None
-        with self._lock:
-            self.cache_hits += 1
-        return pa.py_buffer(content)
 
     def _fetch(
         self, shard: int, start: int, end: int, where: str, check: Check | None = None

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import chain, islice
@@ -31,7 +31,6 @@ from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import (
     DEMO,
     Dataset,
-    Part,
     demo_dataset,
     find_dataset,
     no_records,
@@ -121,6 +120,7 @@ def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
     sources = [part.open() for part in dataset.parts]
     total = sum(info.size for source in sources for info in source.files())
     num_records = 0
+    types = [field.type for field in _SCHEMA]
     with (
         progress.stage("read", total, "records") as stage,
         pa.OSFile(str(temporary), "wb") as sink,
@@ -130,23 +130,19 @@ def _read_all(dataset: Dataset, file: Path, progress: StageProgress) -> None:
             chunks = source.chunks(BATCH_RECORDS, stage.advance)
             records = islice(chain.from_iterable(chunk.records() for chunk in chunks), part.limit)
             while rows := list(islice(records, BATCH_RECORDS)):
-                writer.write_batch(_encoded(rows, number, part))
+                columns = [
+                    [number] * len(rows),
+                    [id_of(row.value, f"{part.name}:{row.position}") for row in rows],
+                    [pickle.dumps(row, pickle.HIGHEST_PROTOCOL) for row in rows],
+                ]
+                arrays = list(map(pa.array, columns, types))
+                writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
                 stage.count(len(rows))
                 num_records += len(rows)
     if not num_records:
         temporary.unlink()
         raise no_records(dataset)
     temporary.replace(file)
-
-
-def _encoded(rows: Sequence[RawRecord], number: int, part: Part) -> pa.RecordBatch:
-    columns = [
-        [number] * len(rows),
-        [id_of(row.value, f"{part.name}:{row.position}") for row in rows],
-        [pickle.dumps(row, pickle.HIGHEST_PROTOCOL) for row in rows],
-    ]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    return pa.record_batch(arrays, schema=_SCHEMA)
 
 
 def _identity(dataset: Dataset) -> str:

@@ -339,6 +339,12 @@ def _image_view(stored: StoredGroup, manifest: Manifest, number: int, plan: Imag
     except OSError as error:
         reason = error.strerror or error
         thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
+    problem = ""
+    if isinstance(thumbnail, str):
+        problem = thumbnail
+    elif (size := (thumbnail.full_width, thumbnail.full_height)) != (width, height):
+        now = f"is {size[0]} x {size[1]} now"
+        problem = f"{now}, but was counted as {width} x {height}; build again"
     return ImageView(
         name=name,
         width=width,
@@ -346,7 +352,7 @@ def _image_view(stored: StoredGroup, manifest: Manifest, number: int, plan: Imag
         num_patches=plan.num_patches,
         num_tokens=plan.num_image_tokens,
         num_bytes=None if data is None else len(data),
-        problem=thumbnail if isinstance(thumbnail, str) else _change(thumbnail, width, height),
+        problem=problem,
         thumbnail=None if isinstance(thumbnail, str) else thumbnail,
         num_frames=num_frames,
         rate=rate,
@@ -361,14 +367,6 @@ def _plan_of(stored: StoredGroup, number: int, manifest: Manifest) -> ImagePlan:
     same = stored.image_samples == stored.image_samples[number]
     several = int((same & (stored.image_frames == 0)).sum())
     return plan_image(manifest.model.vision, width, height, several)
-
-
-def _change(thumbnail: Thumbnail, width: int, height: int) -> str:
-    """How an image that can be decoded differs from what was counted; empty if it does not."""
-    size = thumbnail.full_width, thumbnail.full_height
-    if size == (width, height):
-        return ""
-    return f"is {size[0]} x {size[1]} now, but was counted as {width} x {height}; build again"
 
 
 # --- pictures: damaged files are what a person looks for, so an error is a value here ---

@@ -121,18 +121,14 @@ def _find(dataset: str, data_root: str | None, *, fetch: bool) -> Dataset:
         return _preset(load_dataset(dataset), data_root, fetch=fetch)
     if is_mixture(dataset) or is_meta(dataset) or is_onevision(dataset):
         return _mixture(dataset, data_root, fetch=fetch)
-    part = _part(dataset, data_root)
-    return Dataset(name=part.name, parts=(part,))
-
-
-def _part(place: str, data_root: str | None) -> Part:
-    located = locate(place, known=[DEMO, *preset_names("datasets")])
+    located = locate(dataset, known=[DEMO, *preset_names("datasets")])
     root = data_root or located.folder
     if not is_uri(root) and not Path(root).is_dir():
         raise DataError(
             f"no data root {root}: give the folder that image paths start from with --data-root"
         )
-    return Part(name=_name(place, located), located=located, data_root=root)
+    part = Part(name=_name(dataset, located), located=located, data_root=root)
+    return Dataset(name=part.name, parts=(part,))
 
 
 def _name(place: str, located: Located) -> str:

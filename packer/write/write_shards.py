@@ -122,7 +122,15 @@ def write_shard(task: ShardTask) -> int:
     staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns).take(task.positions)
     index = IndexPart(task.shard)
     temporary = out / (name + ".tmp")
-    writer = _open_writer(config, temporary)
+    writer: ShardWriter
+    packing = config.packing
+    if packing.format == "webdataset":
+        writer = TarShardWriter(temporary)
+    else:
+        is_refs = packing.format == "refs"
+        writer = ArrowShardWriter(
+            temporary, refs=is_refs, videos=config.has_videos, extras=packing.extras
+        )
     blobs = open_folder(str(staging.blobs))
     for first, last in _slabs(task.offsets, task.num_bytes):
         block, lost = pack_block(task.block(first, last, staged), config.packing, blobs)
@@ -163,11 +171,3 @@ def _slabs(offsets: IntArray, num_bytes: IntArray) -> Iterator[tuple[int, int]]:
 def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
     """The staged samples of a build, opened once per process and file."""
     return StagedSamples(path)
-
-
-def _open_writer(config: WriteConfig, path: Path) -> ShardWriter:
-    packing = config.packing
-    if packing.format == "webdataset":
-        return TarShardWriter(path)
-    is_refs = packing.format == "refs"
-    return ArrowShardWriter(path, refs=is_refs, videos=config.has_videos, extras=packing.extras)
