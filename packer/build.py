@@ -27,6 +27,7 @@ from isobatch.models.hf_processor import open_processor
 from isobatch.models.image_rules import ProcessorRule
 from isobatch.packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
+from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.mixture_sampling import (
     copies_per_sample,
     copy_rows,
@@ -98,8 +99,14 @@ class _Counts:
 class Builder:
     """One build into a folder, or through a work folder into an object store."""
 
-    def __init__(self, config: BuildConfig, progress: StageProgress | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: BuildConfig,
+        progress: StageProgress | None = None,
+        samples: CountedSamples | None = None,
+    ) -> None:
+        """`samples`: what the dataset's records are counted as, if somebody has counted them."""
+        self.config, self._samples = config, samples
         if config.map is not None:
             load_map(config.map)  # for its errors
         self._group_options = config.group_options  # what is wrong with it is said before counting
@@ -156,14 +163,15 @@ class Builder:
     @contextmanager
     def _dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
         """The dataset, with the output locked; a wrong dataset leaves no output folder."""
-        if not self.config.is_demo:
+        is_drawn = self.config.is_demo and self._samples is None
+        if not is_drawn:
             self._find()
         with locked(self.out), naming_full_disk(self.out):
             if overwrite:
                 if self.publisher:
                     self.publisher.clear()
                 clear(self.out)
-            yield self._demo() if self.config.is_demo else self._find()
+            yield self._demo() if is_drawn else self._find()
 
     def _claim(self, dataset: Dataset) -> None:
         self.identity.claim(self.staging.folder, dataset)
@@ -184,6 +192,8 @@ class Builder:
 
     def _find(self) -> Dataset:
         config = self.config
+        if self._samples is not None:
+            return self._keeping(self._samples.dataset)
         dataset = find_dataset(
             config.dataset,
             config.data_root,
@@ -236,7 +246,11 @@ class Builder:
                 executor=config.executor,
                 workers=config.workers,
             )
-            self._count_records(dataset, settings)
+            if self._samples is None:
+                count_dataset(dataset, settings, self.staging, self.progress)
+            else:
+                self._note(self._samples.note)
+                self._samples.stage(self.staging, self.progress)
         extras = self._extras(dataset)
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
@@ -254,9 +268,6 @@ class Builder:
         write_table(counts.table, self.out / COUNTS_NAME)
         self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
         return counts
-
-    def _count_records(self, dataset: Dataset, settings: CountSettings) -> None:
-        count_dataset(dataset, settings, self.staging, self.progress)
 
     def _note_surprises(self, dataset: Dataset) -> None:
         """Say before the work what a user may not expect of columns, model and chat template."""

@@ -30,6 +30,7 @@ from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import Columns, named_columns
 from isobatch.packer.sources.dataset import Dataset
+from isobatch.shards.folders import is_uri
 from isobatch.shards.manifest import is_complete
 
 __all__ = [
@@ -215,11 +216,16 @@ def _write_build(
 
     `chunks` are its records, staged, as `CountedSamples` describes them.
     """
-    from isobatch.packer.write import counted_build  # noqa: PLC0415  loads what reports need
+    from isobatch.packer.build import Builder  # noqa: PLC0415  loads what reports need
+    from isobatch.packer.count import counted_samples  # noqa: PLC0415
+    from isobatch.packer.report.figures import make_report  # noqa: PLC0415
+    from isobatch.packer.upload import save_html  # noqa: PLC0415
 
-    dataset = dataset or counted_build.dataset_in_memory(MEMORY_SOURCE)
-    samples = counted_build.CountedSamples(
+    dataset = dataset or counted_samples.dataset_in_memory(MEMORY_SOURCE)
+    samples = counted_samples.CountedSamples(
         dataset=dataset, part_sizes=part_sizes, chunks=chunks, note=note
     )
     config = BuildConfig(dataset=dataset.name, **options)
-    counted_build.CountedBuilder(config, StageProgress(messages), samples).run()
+    Builder(config, StageProgress(messages), samples).build(overwrite=True)
+    if not is_uri(config.out):  # at a URI the build has written it
+        save_html(make_report(config.out), config.out)

@@ -1,7 +1,7 @@
-"""A build of records that somebody else reads and counts: `CountedBuilder`.
+"""Records that somebody else reads and counts, for a build: `CountedSamples`.
 
 For loading without a build, which has counted them already. Grouping, writing and all files are
-those of `packer build`; only what leads to the staged samples differs.
+those of `packer build`.
 """
 
 import json
@@ -12,15 +12,11 @@ import pyarrow as pa
 
 from isobatch.counting.records.extras import kinds_in
 from isobatch.counting.records.record import Chunk
-from isobatch.counting.sample_counter import EXTRA_KINDS, Counted, CountSettings
-from isobatch.packer.build import Builder
-from isobatch.packer.config import BuildConfig
+from isobatch.counting.sample_counter import EXTRA_KINDS, Counted
+from isobatch.packer.count.staging import Staging
 from isobatch.packer.progress import StageProgress
-from isobatch.packer.report.figures import make_report
 from isobatch.packer.sources.base import Located, OnBytes, Source
 from isobatch.packer.sources.dataset import Dataset, Part
-from isobatch.packer.upload import save_html
-from isobatch.shards.folders import is_uri
 from isobatch.shards.stored_group import EXTRAS
 
 
@@ -61,44 +57,19 @@ class CountedSamples:
     note: str
     """What is counted again, for the user."""
 
-
-class CountedBuilder(Builder):
-    """Builds from `CountedSamples`, always from the beginning."""
-
-    def __init__(
-        self, config: BuildConfig, progress: StageProgress, samples: CountedSamples
-    ) -> None:
-        super().__init__(config, progress)
-        self._samples = samples
-
-    def run(self) -> None:
-        """Replace what is in the folder, if a build made it, by the build and its report."""
-        self.build(overwrite=True)
-        if not is_uri(self.config.out):  # at a URI the build has written it
-            save_html(make_report(self.config.out), self.config.out)
-
-    def _find(self) -> Dataset:
-        return self._keeping(self._samples.dataset)
-
-    def _demo(self) -> Dataset:
-        return self._find()
-
-    def _count_records(self, dataset: Dataset, settings: CountSettings) -> None:
-        samples = self._samples
-        staging = self.staging
-        saved = set[str]()
-        self._note(samples.note)
+    def stage(self, staging: Staging, progress: StageProgress) -> None:
+        """Write all rows and blobs where a count leaves them, from the beginning."""
+        saved, number = set[str](), -1
         staging.prepare()
-        number = -1
-        with self.progress.stage("count", sum(samples.part_sizes)) as stage:
-            for number, (rows, blobs) in enumerate(samples.chunks):
+        with progress.stage("count", sum(self.part_sizes)) as stage:
+            for number, (rows, blobs) in enumerate(self.chunks):
                 for name in blobs.keys() - saved:
                     (staging.blobs / name).write_bytes(blobs[name])
                 saved |= blobs.keys()
                 staging.save(number, Counted(_with_kinds(rows), b""))
                 stage.advance(len(rows))
                 stage.count(len(rows))
-        staging.merge(number + 1, samples.part_sizes)
+        staging.merge(number + 1, self.part_sizes)
 
 
 def _with_kinds(rows: pa.RecordBatch) -> pa.Table:
