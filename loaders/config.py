@@ -19,7 +19,7 @@ from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
 from isobatch.loaders.sample_choice import SampleChoice, SampleFilter, Split
-from isobatch.loaders.steps.schedule import WeightSchedule
+from isobatch.loaders.steps.mixing_schedule import WeightSchedule
 from isobatch.loaders.steps.steps import Remainder, StepConfig
 from isobatch.loaders.transforms import BatchTransform, ImageTransform
 

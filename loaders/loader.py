@@ -31,8 +31,8 @@ from isobatch.loaders.step_builder import StepBuilder
 from isobatch.loaders.step_stream import StepStream
 from isobatch.loaders.steps.build_groups import BuildSource
 from isobatch.loaders.steps.in_order import StoredSource
+from isobatch.loaders.steps.mixing_schedule import MixingSchedule, ScheduledSource
 from isobatch.loaders.steps.mixture import MixedSource
-from isobatch.loaders.steps.schedule import MixingSchedule, ScheduledSource
 from isobatch.loaders.steps.source import GroupSource
 from isobatch.loaders.steps.step_plan import StepPlan
 from isobatch.loaders.steps.steps import Steps

@@ -27,6 +27,7 @@ from isobatch.models.hf_processor import open_processor
 from isobatch.models.image_rules import ProcessorRule
 from isobatch.packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
+from isobatch.packer.count.count_dataset import count_dataset
 from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.mixture_sampling import (
     copies_per_sample,
@@ -34,8 +35,7 @@ from isobatch.packer.count.mixture_sampling import (
     left_out,
     part_numbers,
 )
-from isobatch.packer.count.pool import map_ordered
-from isobatch.packer.count.stage import count_dataset
+from isobatch.packer.count.process_pool import map_ordered
 from isobatch.packer.count.staging import (
     Staging,
     has_videos,

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.cache_files import LENGTHS, RECORDS, kept_files, remove_files
 from isobatch.common.command_line import (
     ConfigOption,
     JsonOption,
@@ -21,13 +22,12 @@ from isobatch.common.command_line import (
 from isobatch.common.config import preset_names, read_toml
 from isobatch.common.consoles import foreign, messages, print_line, results
 from isobatch.common.errors import ConfigError
-from isobatch.common.kept_files import LENGTHS, RECORDS, kept_files, remove_files
-from isobatch.counting.records.record import REASONS
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.models.presets import load_model
 from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.config import BuildConfig
-from isobatch.packer.count.pool import default_workers
+from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.format_text import counted
 from isobatch.packer.group import group_files
 from isobatch.packer.inspect.html import write_group_html

@@ -10,7 +10,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.counting.records.reading import Answers, Choices, Reading, UnknownMarks
 from isobatch.models.folder.find_model import find_model, is_folder
 from isobatch.models.layer_bytes import Kernels, activation_budget
-from isobatch.packer.count.pool import default_workers
+from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.sources.dataset import DEMO, usual_model
 from isobatch.shards.manifest import ShardFormat
 

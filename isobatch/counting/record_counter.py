@@ -39,7 +39,7 @@ class RejectedSample:
     sample_id: str
     source: str
     reason: str
-    """Key of `counting.records.record.REASONS`."""
+    """Key of `counting.records.reject_reasons.REASONS`."""
     detail: str
 
 
@@ -99,7 +99,7 @@ class BrokenRecord:
 
     why: str
     reason: str = "unreadable_record"
-    """Key of `counting.records.record.REASONS`."""
+    """Key of `counting.records.reject_reasons.REASONS`."""
     value: Any = None
     """What is known of it."""
 

@@ -25,7 +25,8 @@ from isobatch.counting.records.fields import Unread, example_of, unread_texts
 from isobatch.counting.records.media import BLOB_SCHEME, Media, SampleProblem, below, from_base
 from isobatch.counting.records.places.grounding import ImageSize, with_objects
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
-from isobatch.counting.records.record import Chunk, RawRecord, RawSample, Rejected
+from isobatch.counting.records.record import Chunk, RawRecord, RawSample
+from isobatch.counting.records.reject_reasons import Rejected
 from isobatch.counting.records.schemas import parse_records
 from isobatch.counting.records.user_map import load_map
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected

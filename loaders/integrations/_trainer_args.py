@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from isobatch.common.errors import ConfigError
-from isobatch.loaders.online.own.streams import is_stream
+from isobatch.loaders.online.per_rank.streams import is_stream
 from isobatch.loaders.step_stream import StepStream
 
 _DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024

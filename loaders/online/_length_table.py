@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from isobatch.common.cache_files import LENGTHS, MAX_BYTES, note_use, remove_files
 from isobatch.common.errors import ConfigError, os_reason
-from isobatch.common.kept_files import LENGTHS, MAX_BYTES, note_use, remove_files
 from isobatch.common.types import COUNT_COLUMNS, IntArray
 from isobatch.common.visible_text import visible_line
 from isobatch.counting.records.fields import NeverRead

@@ -16,7 +16,12 @@ from isobatch.counting.records.record import RawRecord
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._packer import RecordTable, columns_of_records, find_records
 from isobatch.loaders.online.config import PackingConfig
-from isobatch.loaders.online.own.streams import ShuffledPart, StreamRecords, as_stream, is_stream
+from isobatch.loaders.online.per_rank.streams import (
+    ShuffledPart,
+    StreamRecords,
+    as_stream,
+    is_stream,
+)
 from isobatch.loaders.online.records import Records, Transform
 
 FIRST_RECORDS, CHECKED_TOGETHER = 1024, 16

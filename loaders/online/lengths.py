@@ -25,7 +25,7 @@ from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Li
 from isobatch.common.visible_text import visible
 from isobatch.counting.record_counter import CountedRecords, RecordCounter, RejectedSample
 from isobatch.counting.records.fields import NeverRead, add_never_read, never_read_line
-from isobatch.counting.records.record import BY_CHOICE
+from isobatch.counting.records.reject_reasons import BY_CHOICE
 from isobatch.loaders.online._length_table import (
     REJECTED,
     ROW,

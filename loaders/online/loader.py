@@ -25,9 +25,9 @@ from isobatch.loaders.online._packer import require_place, save_build, write_pag
 from isobatch.loaders.online._place_records import open_records, require_columns
 from isobatch.loaders.online.config import PackingConfig, PackingOptions, checked_options
 from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
-from isobatch.loaders.online.own.items import of_items, require_own_options, require_records
-from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
-from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.per_rank.items import of_items, require_own_options, require_records
+from isobatch.loaders.online.per_rank.lengths import OwnLengths, RecentRows
+from isobatch.loaders.online.per_rank.streams import StreamRecords
 from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
 from isobatch.loaders.online.records import Records
 from isobatch.loaders.ranks.compare import RankChecks

@@ -22,6 +22,7 @@ from isobatch.common.config import check_types
 from isobatch.common.errors import ConfigError, DamagedShard, first_line
 from isobatch.loaders.read.cache import Cache
 from isobatch.loaders.read.local import LocalMedia, LocalShards
+from isobatch.loaders.read.range_reader import RangeReader
 from isobatch.loaders.read.remote import RemoteMedia, RemoteShards
 from isobatch.loaders.read.write_behind import WriteBehind
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
@@ -34,7 +35,6 @@ from isobatch.shards.manifest import (
     read_manifest,
     unfinished,
 )
-from isobatch.shards.object_store import RangeReader
 from isobatch.shards.stored_group import DECODE_ERRORS, GroupBytes, StoredGroup
 from isobatch.shards.tar_shards import decode_tar
 

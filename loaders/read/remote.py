@@ -25,12 +25,12 @@ from isobatch.common.errors import DataError
 from isobatch.common.types import IntArray
 from isobatch.loaders.read.cache import Cache, write_at
 from isobatch.loaders.read.local import group_place
+from isobatch.loaders.read.range_reader import SLOWEST_BYTES_PER_S, Check, RangeReader
 from isobatch.loaders.read.write_behind import WriteBehind
 from isobatch.shards.arrow_shards import read_schema, schema_problem
 from isobatch.shards.checksums import FileChecksum, group_checksum, wrong_bytes
 from isobatch.shards.index import open_index
 from isobatch.shards.manifest import CHECKED_BYTES, BuildFile, Manifest
-from isobatch.shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
 from isobatch.shards.stored_group import MissingFile
 
 REQUEST_BYTES = 4 << 20

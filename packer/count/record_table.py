@@ -4,7 +4,7 @@ For loading without a build. What `--dataset` names is read once, in its order, 
 in the user's cache folder, which all processes of a machine map and later runs find again. That
 takes the disk space of the records, with the images that are inside of them (Parquet); files that
 records name, and those in tars, stay where they are. In memory are some bytes per record. The cache
-has a limit (`common.kept_files`): files that were used longest ago go.
+has a limit (`common.cache_files`): files that were used longest ago go.
 """
 
 import fcntl
@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from isobatch.common.cache_files import MAX_BYTES, RECORDS, note_use, remove_files
 from isobatch.common.errors import DataError, first_line
-from isobatch.common.kept_files import MAX_BYTES, RECORDS, note_use, remove_files
 from isobatch.counting.records.record import RawRecord
 from isobatch.counting.records.schemas import id_of
 from isobatch.packer.count.mixture_sampling import copies_per_sample, numbered_ids

@@ -8,7 +8,7 @@ import pyarrow as pa
 from isobatch.common.errors import DataError
 from isobatch.common.types import Limits
 from isobatch.counting.records.fields import NeverRead
-from isobatch.counting.records.record import BY_CHOICE
+from isobatch.counting.records.reject_reasons import BY_CHOICE
 from isobatch.packer.table_queries import as_frame, count_reasons
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from isobatch.common.plain_values import write_text
 from isobatch.common.types import FloatArray
-from isobatch.counting.records.record import REASONS
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.packer.html_page import FOLDER, render
 from isobatch.packer.report.build_summary import Rejection
 from isobatch.packer.report.charts import step_lines

@@ -16,7 +16,7 @@ from isobatch.balance.grouping.cap_lines import GROUPS_LINE
 from isobatch.common.consoles import foreign
 from isobatch.common.visible_text import visible_line
 from isobatch.counting.records.fields import never_read_line
-from isobatch.counting.records.record import REASONS
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.format_text import counted, seconds_text, share_text, size_text
 from isobatch.packer.report.build_summary import BuildSummary

@@ -19,7 +19,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from isobatch.common.errors import DataError
-from isobatch.counting.records.record import REASONS
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.loaders import StreamingLoader
 from isobatch.models.image_tokens import plan_image
 from isobatch.models.presets import load_model

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from isobatch.counting.headers import video_header
-from isobatch.counting.records.record import REASONS
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.media.frame_archive import pack_frames
 from support.builds.bad_samples import rows_of
 from support.builds.packed import build, read_samples

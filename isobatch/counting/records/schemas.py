@@ -38,14 +38,8 @@ from isobatch.counting.records.places.marks import (
     record_files,
 )
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
-from isobatch.counting.records.record import (
-    TOO_DEEP,
-    Content,
-    RawRecord,
-    RawSample,
-    Rejected,
-    is_deep,
-)
+from isobatch.counting.records.record import TOO_DEEP, Content, RawRecord, RawSample, is_deep
+from isobatch.counting.records.reject_reasons import Rejected
 from isobatch.counting.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
 
 _Places = list[Media | None]

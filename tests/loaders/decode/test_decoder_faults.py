@@ -19,7 +19,7 @@ from isobatch.counting.headers.audio_header import read_audio_header
 from isobatch.counting.headers.image_header import check_png, read_header
 from isobatch.counting.headers.video_header import read_video_header
 from isobatch.counting.records.media import SampleProblem
-from isobatch.counting.records.record import REASONS
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.loaders.decode.audio import decode_audio
 from isobatch.loaders.decode.image import decode, decode_pixels
 from isobatch.loaders.decode.video import decode_frames

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from isobatch.common.cache_files import LENGTHS, MAX_BYTES, RECORDS, kept_files
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.common.kept_files import LENGTHS, MAX_BYTES, RECORDS, kept_files
 from isobatch.loaders import BalancedLoader
 from isobatch.packer.build import Builder
 from isobatch.packer.cli import app

@@ -12,9 +12,9 @@ import pytest
 from isobatch.common.errors import DamagedShard, DataError
 from isobatch.loaders.read.build import StorageOptions, open_build
 from isobatch.loaders.read.cache import Cache
+from isobatch.loaders.read.range_reader import RangeReader
 from isobatch.loaders.read.remote import RemoteShards
 from isobatch.shards.manifest import read_manifest
-from isobatch.shards.object_store import RangeReader
 from support.builds.remote_builds import client, is_as_written, upload, use
 from support.builds.shard_fixture import (
     INDEX_SCHEMA,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.media import open_media
-from isobatch.counting.records.record import Rejected
+from isobatch.counting.records.reject_reasons import Rejected
 from isobatch.counting.records.schemas import parse_record
 from isobatch.packer.sources import tar_source
 from isobatch.packer.sources.detect import locate, open_located

@@ -14,8 +14,8 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.loaders.online._length_table import ROW, STATUS, UNKNOWN, LengthTable
 from isobatch.loaders.online.lengths import MeasuredPart, SampleLengths
-from isobatch.loaders.online.own.sharding import FIRST_ITEMS, is_sharded, parts_of
-from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.per_rank.sharding import FIRST_ITEMS, is_sharded, parts_of
+from isobatch.loaders.online.per_rank.streams import StreamRecords
 from isobatch.loaders.online.reader import RecordReader
 
 CHUNK = 16

@@ -17,8 +17,8 @@ from isobatch.common.errors import Cancelled
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.counting.record_counter import RejectedSample
 from isobatch.loaders.online.lengths import LengthOptions
-from isobatch.loaders.online.own.lengths import OwnLengths, RecentRows
-from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.per_rank.lengths import OwnLengths, RecentRows
+from isobatch.loaders.online.per_rank.streams import StreamRecords
 from isobatch.loaders.online.reader import RecordReader
 from isobatch.loaders.online.records import Records
 from isobatch.loaders.steps.steps import StepConfig, Steps

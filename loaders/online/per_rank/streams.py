@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from isobatch.balance.order.global_shuffle import GlobalShuffle
 from isobatch.common.errors import DataError, first_line
 from isobatch.common.types import IntArray
-from isobatch.loaders.online.own.sharding import FIRST_ITEMS, parts_of
+from isobatch.loaders.online.per_rank.sharding import FIRST_ITEMS, parts_of
 from isobatch.loaders.online.records import Records, Transform, is_hugging_face
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from isobatch.common.errors import ConfigError, DataError, IsobatchError
 from isobatch.counting.sample_counter import Counted, CountJob, CountSettings, count_chunk
-from isobatch.packer.count.pool import map_ordered
+from isobatch.packer.count.process_pool import map_ordered
 from isobatch.packer.count.staging import Staging, count_staged
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.base import OnBytes, RecordChunk, cut

@@ -13,7 +13,7 @@ from isobatch.counting.records.schemas import CONTENT_KEYS
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.encoded import OF_TEXT, Encoded
-from isobatch.loaders.online.own.streams import StreamRecords
+from isobatch.loaders.online.per_rank.streams import StreamRecords
 from isobatch.loaders.online.records import Records
 
 

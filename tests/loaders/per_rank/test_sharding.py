@@ -12,7 +12,7 @@ from datasets.distributed import split_dataset_by_node
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import BalancedLoader
-from isobatch.loaders.online.own.sharding import is_sharded, parts_of
+from isobatch.loaders.online.per_rank.sharding import is_sharded, parts_of
 from support.ranks import run_ranks
 
 NUM_ITEMS = 61

@@ -3,7 +3,7 @@
 They are installed from PyPI into an environment of their own, kept in pytest's cache (1 GB), so not
 by default:
 
-    pytest -m other_trainers tests/loaders/own/test_sharding_libraries.py
+    pytest -m other_trainers tests/loaders/per_rank/test_sharding_libraries.py
 """
 
 import json

@@ -10,7 +10,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders import StreamingLoader
 from isobatch.loaders.read.build import open_builds
 from isobatch.loaders.steps.build_groups import BuildSource
-from isobatch.loaders.steps.schedule import MixingSchedule, ScheduledSource
+from isobatch.loaders.steps.mixing_schedule import MixingSchedule, ScheduledSource
 from support.builds.sample_tables import write_texts
 from support.cases import for_each
 from support.loading.rank_steps import make_ranks

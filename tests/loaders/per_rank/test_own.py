@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import BalancedLoader
-from isobatch.loaders.online.own.sharding import FIRST_ITEMS
+from isobatch.loaders.online.per_rank.sharding import FIRST_ITEMS
 from support.loading.contents import content
 from support.loading.online_data import OPTIONS, open_ranks, records, samples_of
 from support.ranks import run_ranks
