@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isobatch.loaders import StepDataset as StepDataset
     from isobatch.loaders import StorageOptions as StorageOptions
     from isobatch.loaders import StreamingLoader as StreamingLoader
+    from isobatch.loaders import chunked_loss as chunked_loss
     from isobatch.loaders import model_inputs as model_inputs
     from isobatch.loaders import normalize as normalize
     from isobatch.loaders import shift_labels as shift_labels

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from isobatch.loaders.batch.chunked_loss import chunked_loss as chunked_loss
     from isobatch.loaders.batch.micro_batch import MicroBatch as MicroBatch
     from isobatch.loaders.batch.micro_batch import shift_labels as shift_labels
     from isobatch.loaders.batch.model_inputs.inputs import model_inputs as model_inputs

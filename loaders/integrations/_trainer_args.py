@@ -7,6 +7,13 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from isobatch.common.errors import ConfigError
+from isobatch.loaders.batch.chunked_loss import chunked_loss
+from isobatch.loaders.batch.model_inputs.labelled_logits import (
+    Logits,
+    can_choose_positions,
+    plain_model,
+    why_all_logits,
+)
 from isobatch.loaders.online.per_rank.streams import is_stream
 from isobatch.loaders.step_stream import StepStream
 
@@ -86,6 +93,43 @@ def check_loader(args: TrainingArguments, loader: StepStream) -> None:
             f"dp_rank is {config.dp_rank} of {config.dp_world_size}; make TrainingArguments first, "
             "or give the loader dp_rank=args.process_index, dp_world_size=args.world_size"
         )
+
+
+def logits_of(trainer: Any, requested: Logits | None, mixin: type) -> Logits:
+    """Of which tokens a trainer's model computes logits; its model's loss becomes `chunked_loss`.
+
+    `requested` None: of those with a label, unless something of the user's may read the others; a
+    model that cannot do that is a warning. ConfigError if "labelled" is requested and cannot be.
+    """
+    if requested not in (None, "all", "labelled"):
+        raise ConfigError(f"logits is {requested!r}; it must be 'all' or 'labelled'")
+    if requested == "all":
+        return "all"
+    model = trainer.model
+    reason = _reader_of_logits(trainer, mixin)
+    if requested and (reason := reason or why_all_logits(model)):
+        raise ConfigError(f"logits is 'labelled', but {reason}; leave logits out")
+    if reason:
+        return "all"
+    is_labelled = can_choose_positions(model)
+    if (plain := plain_model(model)) is not None:
+        plain.loss_function = chunked_loss
+    return "labelled" if is_labelled else "all"
+
+
+def _reader_of_logits(trainer: Any, mixin: type) -> str:
+    """What of the user's, or of another trainer's, takes a model's logits; or nothing."""
+    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+        if getattr(trainer, name, None) is not None:
+            return f"{name} takes all logits"
+    if trainer.model_init is not None:
+        return "model_init makes another model"
+    for kind in type(trainer).__mro__:
+        if "compute_loss" in vars(kind) and kind not in (mixin, Trainer):
+            return f"{kind.__name__} has a compute_loss of its own"
+    loss = getattr(plain_model(trainer.model), "loss_function", chunked_loss)
+    is_known = loss is chunked_loss or loss.__module__.startswith("transformers.")
+    return "" if is_known else "the model has a loss_function of its own"
 
 
 def loader_of(

@@ -24,11 +24,13 @@ from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs._registry import FAMILIES
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.batch.model_inputs.labelled_logits import Logits
 from isobatch.loaders.integrations._trainer_args import (
     check_arguments,
     check_loader,
     evaluation_of,
     loader_of,
+    logits_of,
 )
 from isobatch.loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
 from isobatch.loaders.integrations.torch_dataset import Step
@@ -61,10 +63,14 @@ class BalancedMixin(_Base):
     the training's loader is made here, one in order is made of an `eval_dataset` of records too,
     with the same options but for transforms.
 
+    `logits`: "labelled", the model computes those of tokens whose next one has a label, and its
+    loss in chunks (`chunked_loss`); "all"; by default "labelled" where the model can and nothing
+    else may read the others: `compute_metrics`, or a loss of the user's or of another trainer's.
+
     Raises ConfigError for arguments that would be ignored, lose samples or make gradients wrong.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options by name
         self,
         *,
         model: Any,
@@ -73,6 +79,7 @@ class BalancedMixin(_Base):
         eval_dataset: Any = None,
         loader_options: Mapping[str, Any] | None = None,
         to_inputs: ToInputs | None = None,
+        logits: Logits | None = None,
         **options: Any,
     ) -> None:
         if options.get("formatting_func") is not None:
@@ -89,7 +96,8 @@ class BalancedMixin(_Base):
         super().__init__(model=model, args=args, **options)
         check_loader(args, loader)  # Trainer changes them by accelerator_config
         # of the model before it is wrapped
-        plain: Any = self.model
+        whole: Any = self.model
+        plain = whole
         config = getattr(plain, "config", None)
         if hasattr(plain, "get_base_model"):  # that PEFT has wrapped
             plain = plain.get_base_model()
@@ -104,6 +112,8 @@ class BalancedMixin(_Base):
             # now, and not after the steps until the first evaluation
             self._check_evaluation(dataset)
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
+        if to_inputs is None and logits_of(self, logits, BalancedMixin) == "labelled":
+            self._to_inputs = lambda batch: model_inputs(batch, whole, logits="labelled")
         self._train_steps: TrainSteps | None = None
         self._num_own_tokens = 0
         self._weights_left_out = False

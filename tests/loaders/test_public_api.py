@@ -22,6 +22,7 @@ NAMES = [
     "StepDataset",
     "StorageOptions",
     "StreamingLoader",
+    "chunked_loss",
     "model_inputs",
     "normalize",
     "shift_labels",

@@ -29,6 +29,12 @@ from isobatch.loaders.batch.model_inputs.family import (
     config_of_text,
     vision_tokens,
 )
+from isobatch.loaders.batch.model_inputs.labelled_logits import (
+    Logits,
+    can_choose_positions,
+    has_chunked_loss,
+    labelled_positions,
+)
 
 BLANK_SAMPLE_ID = "(blank image)"
 BLANK_CLIP_ID = "(blank clip)"
@@ -37,7 +43,12 @@ BORDERS_FOR_ENCODERS = (5, 9), (5, 18)
 
 
 def model_inputs(
-    batch: MicroBatch, model: Any, *, always_encode: bool = True, with_labels: bool = True
+    batch: MicroBatch,
+    model: Any,
+    *,
+    always_encode: bool = True,
+    with_labels: bool = True,
+    logits: Logits = "all",
 ) -> dict[str, Any]:
     """What `model(**inputs)` takes for a model of transformers; new tensors.
 
@@ -66,6 +77,13 @@ def model_inputs(
     first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that. With
     padding they are the first of `logits[attention_mask.bool()]`.
 
+    `logits="labelled"`: the model computes logits only of tokens whose next one has a label, which
+    saves most of the head's memory and time; loss and gradients stay the same. `logits_to_keep` are
+    then positions (n,), or with padding a mask (rows, longest), and `shift_labels` the n labels.
+    Needs the model itself, not its config. A model that does not take it computes all logits, and a
+    warning of one line says so. Next to `model.loss_function = isobatch.chunked_loss` losses may
+    have weights: `loss_weights`, float32, as `shift_labels`.
+
     Raises ConfigError for another model, another preset's pixels, raw pixels
     (`pixel_dtype=torch.uint8`), audio, images that a planner gave to another rank, labels of
     unequal weight, which transformers' losses do not know, and attention that cannot keep packed
@@ -75,11 +93,18 @@ def model_inputs(
     batch = as_own_rule(batch, config)
     family = family_of(config, batch)
     _check_media(batch, config, family)
-    if with_labels and batch.loss_weights is not None:
+    is_labelled = _chooses_positions(model, logits, with_labels=with_labels)
+    if (
+        with_labels
+        and batch.loss_weights is not None
+        and not (is_labelled and has_chunked_loss(model))
+    ):
         raise ConfigError(
             "transformers' losses have no weights: use the loader's loss_weights='token', or "
+            "logits='labelled' with model.loss_function = isobatch.chunked_loss, or "
             "with_labels=False and MicroBatch.reduce_loss"
         )
+    samples = batch
     num_rows = max(1, batch.num_samples)
     if always_encode:
         batch = _with_blanks(batch, config, family)
@@ -101,6 +126,9 @@ def model_inputs(
     inputs["use_cache"] = False
     if with_labels:
         inputs["num_items_in_batch"] = batch.loss_divisor
+        if is_labelled:
+            weights = _token_weights(samples, inputs["labels"])
+            inputs |= labelled_positions(inputs["labels"], weights)
     else:
         del inputs["labels"]
     if _has_images(batch):
@@ -119,6 +147,30 @@ def config_of(model: Any) -> Any:
             )
         model = inner
     return model.config if isinstance(model, Module) else model
+
+
+def _chooses_positions(model: Any, logits: str, *, with_labels: bool) -> bool:
+    if logits not in ("all", "labelled"):
+        raise ConfigError(f"logits is {logits!r}; it must be 'all' or 'labelled'")
+    if logits == "all":
+        return False
+    if not with_labels:
+        raise ConfigError(
+            "logits='labelled' and with_labels=False: give your own loss as model.loss_function, "
+            "with transformers' arguments, and leave with_labels out"
+        )
+    return can_choose_positions(model)
+
+
+def _token_weights(batch: MicroBatch, labels: Tensor) -> Tensor | None:
+    """`MicroBatch.loss_weights` in the shape of a model's `labels`, 0 in padding and blanks."""
+    if batch.loss_weights is None:
+        return None
+    weights = batch.loss_weights.new_zeros(labels.shape)
+    lengths = batch.cu_seqlens.diff() if batch.is_padded else batch.cu_seqlens[-1:]
+    is_token = torch.arange(weights.shape[1], device=lengths.device) < lengths[:, None]
+    weights[: len(lengths)][is_token] = batch.loss_weights
+    return weights
 
 
 def _has_images(batch: MicroBatch) -> bool:

@@ -47,9 +47,9 @@ def seen(monkeypatch):
     """Sample ids in the order in which they became inputs."""
     found, original = [], hf_trainer.model_inputs
 
-    def watched(batch, config):
+    def watched(batch, model, **options):
         found.append(batch.sample_ids)
-        return original(batch, config)
+        return original(batch, model, **options)
 
     monkeypatch.setattr(hf_trainer, "model_inputs", watched)
     return found
@@ -126,8 +126,8 @@ def test_padded_micro_batches_train_and_resume(rows, tmp_path, monkeypatch):
     """A row per sample, for a model whose attention knows no borders of samples."""
     shapes, original = [], hf_trainer.model_inputs
 
-    def watched(batch, config):
-        inputs = original(batch, config)
+    def watched(batch, model, **options):
+        inputs = original(batch, model, **options)
         assert batch.is_padded
         assert "cu_seq_lens_q" not in inputs
         assert inputs["input_ids"].shape == inputs["attention_mask"].shape
