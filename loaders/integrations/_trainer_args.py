@@ -99,37 +99,47 @@ def logits_of(trainer: Any, requested: Logits | None, mixin: type) -> Logits:
     """Of which tokens a trainer's model computes logits; its model's loss becomes `chunked_loss`.
 
     `requested` None: of those with a label, unless something of the user's may read the others; a
-    model that cannot do that is a warning. ConfigError if "labelled" is requested and cannot be.
+    model that cannot do that is a warning. "labelled": also next to such things, and ConfigError
+    where it cannot be. A `loss_function` of the user's stays.
     """
     if requested not in (None, "all", "labelled"):
         raise ConfigError(f"logits is {requested!r}; it must be 'all' or 'labelled'")
-    if requested == "all":
-        return "all"
     model = trainer.model
-    reason = _reader_of_logits(trainer, mixin)
-    if requested and (reason := reason or why_all_logits(model)):
+    if requested == "labelled" and (reason := _why_never(trainer) or why_all_logits(model)):
         raise ConfigError(f"logits is 'labelled', but {reason}; leave logits out")
-    if reason:
+    if requested == "all" or (requested is None and _may_read_logits(trainer, mixin)):
         return "all"
     is_labelled = can_choose_positions(model)
-    if (plain := plain_model(model)) is not None:
+    plain = plain_model(model)
+    if plain is not None and _is_stock(plain.loss_function):
         plain.loss_function = chunked_loss
     return "labelled" if is_labelled else "all"
 
 
-def _reader_of_logits(trainer: Any, mixin: type) -> str:
-    """What of the user's, or of another trainer's, takes a model's logits; or nothing."""
-    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
-        if getattr(trainer, name, None) is not None:
-            return f"{name} takes all logits"
+def _why_never(trainer: Any) -> str:
     if trainer.model_init is not None:
         return "model_init makes another model"
-    for kind in type(trainer).__mro__:
-        if "compute_loss" in vars(kind) and kind not in (mixin, Trainer):
-            return f"{kind.__name__} has a compute_loss of its own"
+    is_trl = hasattr(trainer, "_total_train_tokens")
+    return "TRL's trainer has a head of its own" if is_trl else ""
+
+
+def _may_read_logits(trainer: Any, mixin: type) -> bool:
+    """Whether something of the user's, or of another trainer's, may take all of a model's logits.
+
+    A class with a `compute_loss` may, whatever it does there.
+    """
+    names = "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"
+    functions = [name for name in names if getattr(trainer, name, None) is not None]
+    others = [kind for kind in type(trainer).__mro__ if kind not in (mixin, Trainer)]
+    has_loss = any("compute_loss" in vars(kind) for kind in others)
     loss = getattr(plain_model(trainer.model), "loss_function", chunked_loss)
-    is_known = loss is chunked_loss or loss.__module__.startswith("transformers.")
-    return "" if is_known else "the model has a loss_function of its own"
+    is_known = loss is chunked_loss or _is_stock(loss)
+    return bool(functions or has_loss or not is_known or _why_never(trainer))
+
+
+def _is_stock(loss: Any) -> bool:
+    """Whether a `loss_function` is one of transformers'."""
+    return str(getattr(loss, "__module__", "")).startswith("transformers.")
 
 
 def loader_of(

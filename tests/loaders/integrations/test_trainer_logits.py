@@ -101,24 +101,29 @@ def test_what_needs_all_logits_has_them(build, tmp_path):
     def loss_of_all(outputs, labels, num_items_in_batch=None):
         return outputs.logits.sum()
 
-    cases = {
-        "WithOwnLoss has a compute_loss": {"kind": WithOwnLoss},
-        "compute_metrics takes": {"compute_metrics": lambda _: {}},
-        "compute_loss_func takes": {"compute_loss_func": loss_of_all},
-    }
-    for reason, options in cases.items():
+    cases = [
+        {"kind": WithOwnLoss},
+        {"compute_metrics": lambda _: {}},
+        {"compute_loss_func": loss_of_all},
+    ]
+    for options in cases:
         trainer = make_trainer(build, tmp_path, **options)
         assert trainer.model.loss_function is not chunked_loss
-        (batch, _) = next(iter(trainer.loader))
-        assert "logits_to_keep" not in trainer._to_inputs(replace(batch, num_ranks=1))
-        with pytest.raises(ConfigError, match=f"logits is 'labelled', but {reason}"):
-            make_trainer(build, tmp_path, logits="labelled", **options)
+        assert "logits_to_keep" not in inputs_of(trainer)
+        trainer = make_trainer(build, tmp_path, logits="labelled", **options)  # the user says so
+        assert trainer.model.loss_function is chunked_loss
+        assert "logits_to_keep" in inputs_of(trainer)
     with pytest.raises(ConfigError, match="'few'; it must be"):
         make_trainer(build, tmp_path, logits="few")
     model = make_internvl(StreamingLoader(build))
     model.loss_function = lambda logits, shift_labels=None, **_: logits.sum()
     own = model.loss_function
     assert make_trainer(build, tmp_path, model=model).model.loss_function is own
+
+
+def inputs_of(trainer):
+    (batch, _) = next(iter(trainer.loader))
+    return trainer._to_inputs(replace(batch, num_ranks=1))
 
 
 def test_a_model_that_takes_no_positions_is_told_at_the_start(build, tmp_path):
@@ -138,7 +143,8 @@ def test_trls_trainer_keeps_its_own_head():
 
     trainer = object.__new__(PackedSFT)  # made whole in test_sft_trainer.py
     trainer.compute_loss_func = trainer.model_init = None
+    trainer._total_train_tokens = 0
     trainer.model = make_family_model("qwen2_5_vl")
     assert hf_trainer.logits_of(trainer, None, BalancedMixin) == "all"
-    with pytest.raises(ConfigError, match="SFTTrainer has a compute_loss of its own"):
+    with pytest.raises(ConfigError, match="TRL's trainer has a head of its own"):
         hf_trainer.logits_of(trainer, "labelled", BalancedMixin)
