@@ -42,6 +42,7 @@ from rich.table import Table
 
 from isobatch.balance.metrics import (
     dist_ratio,
+    longest,
     lower_bounds,
     pad_ratio,
     padded_loads,
@@ -52,8 +53,10 @@ from isobatch.common.types import BoolArray, Groups, IntArray, Limits
 from isobatch.loaders.online.config import BALANCE
 from isobatch.loaders.steps.window_groups import WindowSettings
 from isobatch.loaders.steps.windows import WindowSource
+from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import load_model
 
+MODEL = "internvl_1_5"
 DEFAULT_WINDOW, ODB_BUFFERS = 2_048, (256, 1_024)
 NAME = "window {:,}"
 GOALS = {"steps": 1.01, "entropy": 0.95, "label": 1.01, "times_below_odb": 10.0}
@@ -69,6 +72,8 @@ class Found:
     name: str
     num_steps: int
     dist_llm: float
+    dist_time: float
+    """Of the LLM with its attention, by FLOPs."""
     dist_vit: float
     padding: float
     entropy: float
@@ -146,7 +151,7 @@ def mixture(tiles: IntArray, tokens: IntArray, count: int, rng: np.random.Genera
 class Measured:
     """Lengths that are known already."""
 
-    model = load_model("internvl_1_5")
+    model = load_model(MODEL)
 
     def __init__(self, data: Data) -> None:
         self._data = data
@@ -254,12 +259,21 @@ def figures(
         name=name,
         num_steps=len(steps),
         dist_llm=dist_ratio(loads, dp),
+        dist_time=dist_ratio(loads + attention_of(groups, tokens, padded=padded), dp),
         dist_vit=dist_ratio(groups.sum(vision), dp),
         padding=pad_ratio(groups, tokens) if padded else 0.0,
         entropy=source_entropy(groups, data.sources, dp),
         label=label_factor(groups, data, dp, by_tokens=by_tokens),
         plan_us=plan_us,
     )
+
+
+def attention_of(groups: Groups, tokens: IntArray, *, padded: bool) -> IntArray:
+    """Attention of each micro-batch, as tokens that cost as much without it."""
+    flops = FlopsModel.of(load_model(MODEL))
+    if padded:
+        return groups.sizes * flops.attention_tokens(longest(groups, tokens))
+    return groups.sum(flops.attention_tokens(tokens))
 
 
 def label_factor(groups: Groups, data: Data, dp: int, *, by_tokens: bool) -> float:
@@ -280,7 +294,16 @@ def label_factor(groups: Groups, data: Data, dp: int, *, by_tokens: bool) -> flo
 
 
 def as_table(data: Data, found: list[Found], bound: float) -> Table:
-    heads = ("micro-steps", "over bound", "dist LLM", "dist ViT", "padding", "entropy", "label")
+    heads = (
+        "micro-steps",
+        "over bound",
+        "dist LLM",
+        "with attn",
+        "dist ViT",
+        "padding",
+        "entropy",
+        "label",
+    )
     caps = f"{data.limits.max_seq_len:,} tokens, {data.limits.max_vision} patches"
     table = Table(title=f"{data.name}, {caps}, {len(data.counts):,} samples")
     for head in ("method", *heads, "plan"):
@@ -288,7 +311,8 @@ def as_table(data: Data, found: list[Found], bound: float) -> Table:
     for each in found:
         table.add_row(
             *(each.name, f"{each.num_steps:,}", f"{each.num_steps / bound - 1:.1%}"),
-            *(f"{each.dist_llm:.4f}", f"{each.dist_vit:.4f}", f"{each.padding:.1%}"),
+            *(f"{each.dist_llm:.4f}", f"{each.dist_time:.4f}", f"{each.dist_vit:.4f}"),
+            f"{each.padding:.1%}",
             *(f"{each.entropy:.3f}", f"{each.label:.3f}", f"{each.plan_us:.0f} us"),
         )
     return table

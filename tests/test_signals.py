@@ -22,9 +22,9 @@ LONGEST_S = 4.0
 """What a command takes here; on a busy machine signals come in its first part."""
 STARTING = """
 import sys
-print(flush=True)
 sys.argv[0] = "packer"
-from isobatch.packer.__main__ import main
+from isobatch.packer.__main__ import main  # until it is there, Python itself answers signals
+print(flush=True)
 main()
 """
 STOPPED_IN_EXEC = """

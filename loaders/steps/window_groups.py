@@ -500,12 +500,14 @@ class WindowGroups(GroupTable):
         sums = {name: rows.sum(values) for name, values in counts.items()}
         tokens = np.sum([counts[f"num_{kind}_tokens"] for kind in LLM_KINDS], axis=0)
         sizes, padding = groups.sizes.astype(np.int64), np.zeros(len(groups), np.int64)
-        attention = padding.copy()
+        attention, flops = padding.copy(), self.run.flops
         if not self.run.settings.packing:
             length = longest(rows, tokens)
             padding = sizes * length - rows.sum(tokens)
-            if (flops := self.run.flops) is not None:
+            if flops is not None:
                 attention = sizes * flops.attention_tokens(length)
+        elif flops is not None:
+            attention = rows.sum(flops.attention_tokens(tokens))
         sums["num_text_tokens"] += padding  # it costs as much as text
         sizes_and_padding = {"num_samples": sizes, "num_padding": padding}
         return sums | sizes_and_padding | {"attention_tokens": attention}

@@ -212,7 +212,7 @@ class WindowOrder:
         self._fill(int(count * min(width, LEAST_WIDTH)))
         candidates = self._waiting[: int(count * width)]
         vision, tokens = loads(candidates)
-        # of packed groups, attention is even already; padded ones are as long as their samples
+        # of packed groups the tokens are even already: what differs is attention
         tokens = tokens + self._table.column("attention_tokens", candidates)
         centres = CENTRES if self._passed < MOST_PASSED else 1
         tolerance = min(1.0, 2 * (1 - balance))

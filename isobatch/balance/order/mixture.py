@@ -272,9 +272,13 @@ def most_alike_mixed(
             if entropy(sources[chosen].sum(axis=0)[None])[0] >= min_entropy:
                 break
             targets = (plain * (8 - eighths) + share * eighths) // 8
-            counts = whole_counts(targets, present, count).tolist()
+            counts = whole_counts(targets, present, count)
+            if not counts[main[centre]]:  # the set is of the centre, which must not wait forever
+                counts[counts.argmax()] -= 1
+                counts[main[centre]] = 1
             of_source = main[order]
-            parts = [order[of_source == number][:size] for number, size in enumerate(counts)]
+            sizes = counts.tolist()
+            parts = [order[of_source == number][:size] for number, size in enumerate(sizes)]
             chosen = np.concatenate(parts)
         sets.append(np.sort(chosen))
     return least_waiting(sets, vision, tokens)

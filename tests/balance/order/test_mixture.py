@@ -191,3 +191,7 @@ def test_sets_of_known_sources_are_mixed_and_the_nearest_of_them():
         assert np.array_equal(
             most_alike_mixed((vision, tokens), sources, 80, 0.2, 4), np.arange(80)
         )
+        # the first group is in the set around it, however unlike it is
+        vision[0], sources[0] = 90, [0, 0]
+        sources = np.concatenate([sources, np.eye(80, 1, dtype=int)], axis=1)
+        assert 0 in most_alike_mixed((vision, tokens), sources, 8, 0.2, 1)
