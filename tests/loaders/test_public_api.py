@@ -16,6 +16,7 @@ NAMES = [
     "LoaderConfig",
     "LoaderStats",
     "MicroBatch",
+    "PackedBatch",
     "SampleColumns",
     "Step",
     "StepBatches",
@@ -24,6 +25,8 @@ NAMES = [
     "StreamingLoader",
     "model_inputs",
     "normalize",
+    "packed_batch",
+    "packed_length",
     "shift_labels",
 ]
 
