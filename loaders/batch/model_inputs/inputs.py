@@ -216,7 +216,8 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
 def blank_media_tokens(config: Any) -> list[int]:
     """LLM tokens of each blank sample that a micro-batch may get, at most."""
     family = family_of_type(config)
-    tokens = [family.blank(config).tokens] if getattr(config, "image_token_id", None) else [1]
+    has_images = getattr(config, "image_token_id", None) is not None
+    tokens = [family.blank(config).tokens] if has_images else [1]
     return [*tokens, *[1] * (family.blank_clip is not None)]
 
 
