@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isobatch.loaders import LoaderConfig as LoaderConfig
     from isobatch.loaders import LoaderStats as LoaderStats
     from isobatch.loaders import MicroBatch as MicroBatch
+    from isobatch.loaders import PackedBatch as PackedBatch
     from isobatch.loaders import SampleColumns as SampleColumns
     from isobatch.loaders import Step as Step
     from isobatch.loaders import StepBatches as StepBatches
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from isobatch.loaders import chunked_loss as chunked_loss
     from isobatch.loaders import model_inputs as model_inputs
     from isobatch.loaders import normalize as normalize
+    from isobatch.loaders import packed_batch as packed_batch
+    from isobatch.loaders import packed_length as packed_length
     from isobatch.loaders import shift_labels as shift_labels
     from isobatch.packer import BuildConfig as BuildConfig
     from isobatch.packer import Builder as Builder

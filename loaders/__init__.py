@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from isobatch.loaders.batch.micro_batch import MicroBatch as MicroBatch
     from isobatch.loaders.batch.micro_batch import shift_labels as shift_labels
     from isobatch.loaders.batch.model_inputs.inputs import model_inputs as model_inputs
+    from isobatch.loaders.batch.packed import PackedBatch as PackedBatch
+    from isobatch.loaders.batch.packed import packed_batch as packed_batch
+    from isobatch.loaders.batch.packed import packed_length as packed_length
     from isobatch.loaders.config import LoaderConfig as LoaderConfig
     from isobatch.loaders.decode.pixels import normalize as normalize
     from isobatch.loaders.integrations.hf_trainer import BalancedMixin as BalancedMixin

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from math import gcd
 from numbers import Real
 from pathlib import Path
 from typing import Any, Unpack
@@ -107,6 +108,8 @@ class StreamingLoader(StepStream):
                     build.skip_missing_files()
             manifest = builds[0].manifest
             self.model = manifest.model
+            self.pad_each_to = gcd(*(build.manifest.limits.pad_each_to for build in builds))
+            """Multiple that samples may be padded to without a micro-batch going over its caps."""
             self.vocab_size = manifest.vocab_size
             self.image_token_id = manifest.image_token_id
             self.video_token_id = manifest.video_token_id

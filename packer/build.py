@@ -361,6 +361,7 @@ class Builder:
             uri=self.publisher.uri if self.publisher else None,
             data_roots=tuple(part.data_root for part in dataset.parts),
             has_videos=has_videos(self.staging.samples),
+            pad_each_to=self.config.pad_each_to,
             packing=PackOptions(
                 format=self.config.format,
                 follow_links=self.config.follow_links,

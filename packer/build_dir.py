@@ -66,7 +66,7 @@ class BuildIdentity:
             **({"map": load_map(self.config.map).identity()} if self.config.map else {}),
             **({"reading": reading} if (reading := self.config.reading.identity()) else {}),
             **({"keep_columns": list(columns)} if (columns := self.config.kept_columns) else {}),
-            **asdict(self.config.group_options),
+            **_group_settings(self.config),
         }
 
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class BuildIdentity:
             "raw_files": _describe_raw(dataset),
             "model": self.model,
             "tokenizer": {key: getattr(self.tokenizer, key) for key in keys},
-            "limits": asdict(grouping.limits),
+            "limits": grouping.limits.to_json(),
             "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
             "totals": _totals(index, *counted),
@@ -138,6 +138,14 @@ class BuildIdentity:
             "files": [_describe_file(out, name) for name in TABLE_NAMES],
             **({"data_root": data_root} if self.config.format == "refs" else {}),
         }
+
+
+def _group_settings(config: BuildConfig) -> dict[str, Any]:
+    """What decides the groups; builds without padding are those of versions without the option."""
+    settings = asdict(config.group_options)
+    if config.pad_each_to == 1:
+        del settings["pad_each_to"]
+    return settings
 
 
 def _another(out: str) -> DataError:

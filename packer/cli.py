@@ -53,7 +53,7 @@ COUNTING = (
     *("executor", "workers", "check_images", "limit", "max_rejected", "follow_links"),
     *("fetch_annotations", "map", "choices", "answers", "unknown_marks"),
 )
-GROUPING = ("max_seq_len", "max_vision", "grouping", "seed")
+GROUPING = ("max_seq_len", "max_vision", "pad_each_to", "grouping", "seed")
 """Fields of `BuildConfig` that are options of a command."""
 
 app = new_app(
@@ -82,7 +82,8 @@ def build(
     if not is_uri(summary.out) and not has_page:
         save_html(report, summary.out)
     if as_json:
-        print(json.dumps({**asdict(summary), "report": report.to_json()}))
+        limits = {"limits": summary.limits.to_json()}
+        print(json.dumps({**asdict(summary), **limits, "report": report.to_json()}))
         return
     print_build(summary, report, results())
 

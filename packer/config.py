@@ -93,6 +93,15 @@ class BuildConfig:
             max=MOST_TOKENS,
         ),
     ] = None
+    pad_each_to: Annotated[
+        int,
+        Option(
+            "Multiple of tokens that the trainer pads each sample to (context parallelism, FP8):"
+            " samples count with that padding, so that caps hold after it. Default: 1, none.",
+            min=1,
+            max=1 << 20,
+        ),
+    ] = 1
     memory_gib: Annotated[
         float | None,
         Option(
@@ -267,4 +276,5 @@ class BuildConfig:
             memory=memory,
             grouping=self.grouping,
             isf_iterations=self.isf_iterations,
+            pad_each_to=self.pad_each_to,
         )

@@ -5,7 +5,7 @@ dataset. No raw data is read.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,9 @@ def group_counts(
     )
     limits = choice.limits
     too_long, too_much_vision = over_limits(counts, limits)
-    seq_len, vision = counts.seq_len, limits.vision_load(counts)
-    long = f"tokens, cap {limits.max_seq_len}"
+    seq_len, vision = limits.llm_load(counts), limits.vision_load(counts)
+    padded = f" with padding to a multiple of {limits.pad_each_to}" * (limits.pad_each_to > 1)
+    long = f"tokens{padded}, cap {limits.max_seq_len}"
     large = f"{limits.unit}, cap {limits.max_vision}"
     over = [(int(i), "longer_than_max_seq_len", f"{seq_len[i]} {long}") for i in too_long]
     over += [(int(i), "more_than_max_vision", f"{vision[i]} {large}") for i in too_much_vision]
@@ -136,7 +137,7 @@ def group_files(
     write_table(counts, out / COUNTS_NAME)
     write_table(groups_table(grouping.groups, arrays), out / GROUPS_NAME)
     write_table(rejected, out / REJECTED_NAME)
-    limits = {**asdict(grouping.limits), "limits_explained": grouping.limits_explained}
+    limits = {**grouping.limits.to_json(), "limits_explained": grouping.limits_explained}
     (out / LIMITS_NAME).write_text(json.dumps(limits, indent=1), "utf-8")
     return grouping, rejected
 

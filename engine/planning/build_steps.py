@@ -46,7 +46,7 @@ class PackedBuild:
         count = self._num_steps(len(self.groups), dp * micro_batches, steps, "groups")
         loads = (
             self.groups.sum(self.limits.vision_load(self.counts)),
-            self.groups.sum(self.counts.seq_len),
+            self.groups.sum(self.limits.llm_load(self.counts)),
         )
         taken = epoch_steps(loads, (dp, micro_batches), seed=seed, max_steps=count)
         return packed_loads(sample_loads(self.counts, self.model), self.groups.take(taken.ravel()))

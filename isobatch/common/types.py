@@ -3,11 +3,13 @@
 Arrays only, one entry per sample or per group, so that a billion samples stay a few columns.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from isobatch.common.errors import ConfigError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -18,6 +20,26 @@ CHUNK = 1 << 18
 
 LABEL_IGNORE = -100
 """Label of a token without loss: the default `ignore_index` of torch's cross entropy."""
+
+
+def padded_lengths(lengths: NDArray[np.integer[Any]], multiple: int) -> IntArray:
+    """Each length, rounded up to a multiple; int64, same shape.
+
+    >>> padded_lengths(np.array([0, 1, 8, 9]), 8).tolist()
+    [0, 8, 8, 16]
+    """
+    return -(-lengths.astype(np.int64) // multiple) * multiple
+
+
+def require_multiple(pad_each_to: int, max_tokens: int | None, name: str) -> None:
+    """ConfigError for a multiple that no sample could have under the cap of that name."""
+    if pad_each_to < 1:
+        raise ConfigError(f"pad_each_to is {pad_each_to}; it must be at least 1")
+    if max_tokens is not None and pad_each_to > max_tokens:
+        raise ConfigError(
+            f"pad_each_to is {pad_each_to}, more than {name} {max_tokens}, so that no sample fits; "
+            "give a smaller multiple or a larger cap"
+        )
 
 
 def index_dtype(count: int) -> type[np.signedinteger[Any]]:
@@ -53,6 +75,13 @@ class Counts:
         """LLM sequence length of each sample: image, text and audio tokens together."""
         return self.num_image_tokens + self.num_text_tokens + self.num_audio_tokens
 
+    def padded(self, pad_each_to: int) -> "Counts":
+        """The counts with padding to a multiple as text: what samples cost in the LLM then."""
+        if pad_each_to == 1:
+            return self
+        padding = padded_lengths(self.seq_len, pad_each_to) - self.seq_len
+        return replace(self, num_text_tokens=self.num_text_tokens + padding)
+
     def take(self, indices: IntArray) -> "Counts":
         """The counts of the samples at `indices`, in that order."""
         return Counts(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
@@ -80,8 +109,12 @@ class Limits:
     """Q'_v: a group with at least so many `vision_unit`s passes the filter."""
     vision_unit: str = "image_patches"
     """Unit of the vision cap: `image_patches` or `vit_tokens`."""
+    pad_each_to: int = 1
+    """Multiple of tokens that each sample counts as, since the trainer pads it; 1: no padding."""
 
     def __post_init__(self) -> None:
+        if self.pad_each_to < 1:
+            raise ValueError(f"pad_each_to is {self.pad_each_to}; it must be at least 1")
         if self.vision_unit not in VISION_UNITS:
             units = ", ".join(VISION_UNITS)
             raise ValueError(f"vision_unit is {self.vision_unit!r}; use one of {units}")
@@ -98,6 +131,17 @@ class Limits:
         """The column of `counts` that `max_vision` caps."""
         in_tokens = self.vision_unit == "vit_tokens"
         return counts.num_vit_tokens if in_tokens else counts.num_image_patches
+
+    def llm_load(self, counts: Counts) -> IntArray:
+        """LLM tokens of each sample as `max_seq_len` counts them: with padding."""
+        return padded_lengths(counts.seq_len, self.pad_each_to)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values, `pad_each_to` only if there is padding."""
+        values = asdict(self)
+        if self.pad_each_to == 1:
+            del values["pad_each_to"]
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from isobatch.common.errors import DamagedShard, first_line
-from isobatch.common.types import COUNT_COLUMNS, IntArray
+from isobatch.common.types import COUNT_COLUMNS, Counts, IntArray, padded_lengths
 from isobatch.shards.arrow_shards import MAGIC_BYTES
 from isobatch.shards.checksums import FileChecksum, group_checksum
 from isobatch.shards.folders import join
@@ -47,8 +47,11 @@ _IDS = ("sample_ids", pa.list_(pa.string()))
 _INDEX_SCHEMA = pa.schema([*_PLACE, ("checksum", pa.uint64()), *_LOADS])
 """While it is merged, and in version 2."""
 INDEX_COLUMNS = tuple(_INDEX_SCHEMA.names)
+PADDING = "num_padding"
+"""Column more of builds with `Limits.pad_each_to`: what this adds to the samples of a group."""
 IDS_SCHEMA = pa.schema([_IDS])
 _PART_SCHEMA = pa.schema([*_INDEX_SCHEMA, *IDS_SCHEMA])
+_PADDED_PART_SCHEMA = pa.schema([*_INDEX_SCHEMA, (PADDING, pa.int32()), *IDS_SCHEMA])
 _TYPES = ("uint8", "uint16", "uint32", "uint64")
 _CHECKSUM = _PART_SCHEMA.get_field_index("checksum")
 
@@ -63,6 +66,8 @@ class IndexPart:
     """Rows of the index for one shard, and the samples that were left out of it."""
 
     shard: int
+    pad_each_to: int = 1
+    """Of the build's `Limits`."""
     rows: list[pa.Table] = field(default_factory=list)
     lost: list[LostSample] = field(default_factory=list)
     file: BuildFile | None = None
@@ -84,7 +89,15 @@ class IndexPart:
                 pa.array(block.group_offsets, pa.int32()), pa.array(block.sample_ids, pa.string())
             ),
         }
-        self.rows.append(pa.table(columns).cast(_PART_SCHEMA))
+        if self.pad_each_to > 1:
+            counts = Counts(**{name: np.asarray(block.counts[name]) for name in COUNT_COLUMNS})
+            padding = padded_lengths(counts.seq_len, self.pad_each_to) - counts.seq_len
+            columns[PADDING] = np.add.reduceat(padding, firsts)
+        self.rows.append(pa.table(columns).select(self._schema.names).cast(self._schema))
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return _PART_SCHEMA if self.pad_each_to == 1 else _PADDED_PART_SCHEMA
 
     def finish(self, name: str, written: Path) -> None:
         """Fill in the checksums of the groups and of the shard `name`, which is read once."""
@@ -101,7 +114,7 @@ class IndexPart:
                 checksums.append(group_checksum(content[start:end]))
                 done = end
             column = pa.array(checksums, pa.uint64())
-            self.rows[number] = table.set_column(_CHECKSUM, _PART_SCHEMA.field(_CHECKSUM), column)
+            self.rows[number] = table.set_column(_CHECKSUM, self._schema.field(_CHECKSUM), column)
         whole.update(content[done:])
         self.file = BuildFile(name=name, size=len(content), checksum=whole.hexdigest())
 
@@ -109,7 +122,7 @@ class IndexPart:
         """Write the rows, whole or not at all; after `finish`, and after the shard is in place."""
         shard = self.file.to_json() if self.file else {}
         metadata = {"rejected": json.dumps(self.lost), "shard": json.dumps(shard)}
-        table = pa.concat_tables([_PART_SCHEMA.empty_table(), *self.rows]).combine_chunks()
+        table = pa.concat_tables([self._schema.empty_table(), *self.rows]).combine_chunks()
         _write(table.replace_schema_metadata(metadata), path)
 
 
@@ -133,13 +146,14 @@ def merge_index(parts: Iterable[Path], out: Path) -> pa.Table:
 
     Returns the index, with columns of any width.
     """
-    tables = [_PART_SCHEMA.empty_table()]
+    tables = []
     for part in parts:
         with pa.OSFile(str(part), "rb") as source:
             tables.append(pa.ipc.open_file(source).read_all().replace_schema_metadata(None))
-    table = pa.concat_tables(tables).combine_chunks()
-    index = table.select(INDEX_COLUMNS)
-    largest = {name: np.max(index.column(name).to_numpy(), initial=0) for name in INDEX_COLUMNS}
+    table = pa.concat_tables(tables or [_PART_SCHEMA.empty_table()]).combine_chunks()
+    names = [name for name in table.column_names if name not in IDS_SCHEMA.names]
+    index = table.select(names)
+    largest = {name: np.max(index.column(name).to_numpy(), initial=0) for name in names}
     _write(index.cast(index_schema(largest)), out / INDEX_NAME, BATCH_ROWS)
     _write(table.select(IDS_SCHEMA.names), out / IDS_NAME, BATCH_ROWS)
     return index
@@ -151,7 +165,7 @@ def index_schema(largest: Mapping[str, int]) -> pa.Schema:
     A step reads seven columns of its groups, so all processes of a machine map those: 121 MB of 11
     million groups of 8,192 tokens, where int32 takes 308 MB.
     """
-    types = ((name, str(np.min_scalar_type(int(largest[name])))) for name in INDEX_COLUMNS)
+    types = ((name, str(np.min_scalar_type(int(largest[name])))) for name in largest)
     return pa.schema([(name, pa.type_for_alias(alias)) for name, alias in types])
 
 
@@ -194,10 +208,11 @@ def open_index(manifest: Manifest, files: IndexFiles | None = None) -> "GroupInd
     place = join(manifest.place, INDEX_NAME)
     if manifest.version > 2:
         types = manifest.file(INDEX_NAME).types
-        if not all(types.get(name) in _TYPES for name in INDEX_COLUMNS):
+        names = [*INDEX_COLUMNS, *[PADDING] * (manifest.limits.pad_each_to > 1)]
+        if not all(types.get(name) in _TYPES for name in names):
             problem = f"the manifest gives its columns the types {types}, not unsigned integers"
             raise DamagedShard(f"{place}: {problem}; build again")
-        schema = pa.schema([(name, pa.type_for_alias(types[name])) for name in INDEX_COLUMNS])
+        schema = pa.schema([(name, pa.type_for_alias(types[name])) for name in names])
         index = _batches_by_range(manifest, INDEX_NAME, schema, files)
         return GroupIndex(index, lambda: _batches_by_range(manifest, IDS_NAME, IDS_SCHEMA, files))
     # version 2: one file with both, by its footer

@@ -5,7 +5,7 @@ pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,7 @@ class SampleTable:
     """Columns of `Counts`, each of shape (num_samples,)."""
     offsets: IntArray
     """Borders of the groups, shape (num_groups + 1,)."""
+    _padded_texts: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False)
 
     @property
     def groups(self) -> Groups:
@@ -119,6 +120,16 @@ class SampleTable:
         """Values of a column for `samples` (None: all), int64, same shape."""
         values = self.columns[name]
         return (values if samples is None else values[samples]).astype(np.int64)
+
+    def padded_text(self, multiple: int) -> NDArray[np.int32]:
+        """`num_text_tokens` with each sample's padding to a multiple, (num_samples,)."""
+        if multiple not in self._padded_texts:
+            counts = Counts(
+                **{name: values.astype(np.int64) for name, values in self.columns.items()}
+            )
+            texts = counts.padded(multiple).num_text_tokens.astype(np.int32)
+            self._padded_texts[multiple] = texts
+        return self._padded_texts[multiple]
 
     def seq_len(self, samples: IntArray) -> IntArray:
         """LLM tokens of `samples`, int64, same shape."""

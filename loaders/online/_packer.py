@@ -164,6 +164,7 @@ def save_build(
             "unknown_marks": packing.unknown_marks,
             "max_seq_len": packing.max_tokens,
             "max_vision": packing.max_vision,
+            "pad_each_to": packing.pad_each_to,
             "max_rejected": packing.max_rejected,
             "seed": seed,
             "workers": 1,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from isobatch.common.config import check_names, check_types
 from isobatch.common.errors import ConfigError
+from isobatch.common.types import require_multiple
 from isobatch.loaders.config import LoaderConfig, LoaderOptions
 from isobatch.loaders.online.encoded import Encode
 from isobatch.loaders.online.records import Transform
@@ -84,6 +85,11 @@ class PackingConfig:
     """False, for models without varlen attention: a micro-batch is of samples of similar length,
     each padded to the longest (`model_inputs`, `MicroBatch.padded`). `max_tokens` counts padding.
     """
+    pad_each_to: int = 1
+    """Multiple of tokens that your trainer pads each sample to (`loaders.packed_batch`).
+
+    Samples count with that padding, so that caps hold after it; order and report have it too.
+    """
     window: int = 2048
     """Samples that are planned together. More make steps more even, and cost time before the first
     one if a cap is chosen.
@@ -102,6 +108,12 @@ class PackingConfig:
             lowest = 0 if name == "max_vision" else 1
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} is {value}; it must be at least {lowest}")
+        require_multiple(self.pad_each_to, self.max_tokens, "max_tokens")
+        if self.pad_each_to > 1 and not self.packing:
+            raise ConfigError(
+                "pad_each_to is for packed samples, and packing=False pads each to the longest;"
+                " leave out one"
+            )
         if self.answers == "all":
             raise ConfigError(
                 "answers='all' makes several samples of a record, and here each is one; use 'first'"
@@ -132,6 +144,7 @@ class PackingOptions(LoaderOptions, total=False):
     max_tokens: int | None
     max_vision: int | None
     packing: bool
+    pad_each_to: int
     window: int
     max_rejected: float
     lengths_cache: str | Path | None

@@ -62,6 +62,7 @@ class LengthOptions:
     min_measured: int
     """Samples that are measured before that share is looked at."""
     packing: bool = True
+    pad_each_to: int = 1
     is_alone: bool = True
     """Whether no other rank plans the same windows."""
     tells: bool = True
@@ -184,7 +185,9 @@ class SampleLengths:
         By the samples with images alone, since those of one window may be few.
         """
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
-        has_images = (limits.vision_load(counts) > 0) & (counts.seq_len <= limits.max_seq_len)
+        has_images = (limits.vision_load(counts) > 0) & (
+            limits.llm_load(counts) <= limits.max_seq_len
+        )
         if self._options.max_vision is not None or not has_images.any():
             return limits
         before = self.explained
@@ -212,6 +215,7 @@ class SampleLengths:
                 min_seq_len=caps[0],
                 min_vision=caps[1],
                 vision_unit=model.vision_unit,
+                pad_each_to=options.pad_each_to,
             )
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
         if not options.packing:
@@ -221,7 +225,10 @@ class SampleLengths:
         choice = choose_limits(
             counts,
             GroupOptions(
-                seed=options.seed, max_seq_len=options.max_tokens, max_vision=options.max_vision
+                seed=options.seed,
+                max_seq_len=options.max_tokens,
+                max_vision=options.max_vision,
+                pad_each_to=options.pad_each_to,
             ),
             vision_unit=model.vision_unit,
             context_len=model.context_len,
@@ -275,7 +282,11 @@ class SampleLengths:
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
         model, options = self._counter.model, self._options
         max_length = min(model.context_len, options.max_tokens or model.context_len)
-        capped = [(counts.seq_len, "longer_than_max_seq_len", "tokens", max_length)]
+        tokens = counts.padded(options.pad_each_to).seq_len
+        name = "tokens"
+        if options.pad_each_to > 1:
+            name = f"tokens with padding to a multiple of {options.pad_each_to}"
+        capped = [(tokens, "longer_than_max_seq_len", name, max_length)]
         if options.max_vision is not None:
             unit = model.vision_unit
             loads = np.asarray(getattr(counts, f"num_{unit}"))

@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, Unpack, cast
 
@@ -110,6 +110,7 @@ class BalancedLoader(StepStream):
             seed=config.seed,
             min_measured=packing.window,
             packing=packing.packing,
+            pad_each_to=packing.pad_each_to,
             is_alone=config.dp_world_size == 1,
             tells=is_leader,
         )
@@ -169,11 +170,14 @@ class BalancedLoader(StepStream):
             shuffle=config.shuffle,
             ranks=config.ranks()[1],
             packing=packing.packing,
+            pad_each_to=packing.pad_each_to,
         )
 
     def _window_identity(self) -> dict[str, int | str | None]:
         names = "measure", "window", "max_tokens", "max_vision", "packing"
         values = {name: getattr(self._packing, name) for name in names}
+        if self._packing.pad_each_to > 1:  # states without it are those of earlier versions
+            values["pad_each_to"] = self._packing.pad_each_to
         return values | {"shuffle": self._config.shuffle}
 
     def __iter__(self) -> Iterator[StepBatches]:
@@ -238,6 +242,11 @@ class BalancedLoader(StepStream):
         return self._source.run.limits
 
     @property
+    def pad_each_to(self) -> int:
+        """Multiple that samples may be padded to without a micro-batch going over its caps."""
+        return self._packing.pad_each_to
+
+    @property
     def explained(self) -> list[str]:
         """How the caps were chosen, in lines; none if both were given, or before the first step."""
         return self._lengths.explained
@@ -256,7 +265,7 @@ class BalancedLoader(StepStream):
             "rejected": dict(Counter(sample.reason for sample in self.rejected)),
             "never_read": {name: dict(keys) for name, keys in self._lengths.never_read.items()},
             "sources": self._lengths.source_shares(),
-            "limits": None if limits is None else asdict(limits),
+            "limits": None if limits is None else limits.to_json(),
             "explained": self.explained,
             "groups": figures.num_groups,
             "token_fill": figures.token_fill,

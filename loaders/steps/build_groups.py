@@ -23,7 +23,7 @@ from isobatch.common.background import in_background
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Groups, IntArray
 from isobatch.loaders.steps.selection import GroupSlice, SampleRefs, Selection, whole_groups
 from isobatch.loaders.steps.source import GroupSource, GroupTable
-from isobatch.shards.index import GroupIndex
+from isobatch.shards.index import PADDING, GroupIndex
 from isobatch.shards.manifest import Manifest
 from isobatch.shards.tables import SampleTable
 
@@ -59,7 +59,7 @@ class BuildTable:
         for number, build in self._builds.items():
             chosen = refs.builds == number
             samples = build.samples.offsets[refs.groups[chosen]] + refs.places[chosen]
-            values[chosen] = build.samples.column(name, samples)
+            values[chosen] = _padded_column(build, name)[samples]
         return values
 
 
@@ -76,7 +76,10 @@ class StoredGroups(BuildTable):
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column of the index for `groups`, int64, same shape."""
-        return self._build.index.column(name, groups)
+        index, values = self._build.index, self._build.index.column(name, groups)
+        if name == "num_text_tokens" and self._build.manifest.limits.pad_each_to > 1:
+            values += index.column(PADDING, groups)
+        return values
 
     def selections(self, groups: IntArray) -> list[Selection]:
         """The whole groups."""
@@ -155,7 +158,7 @@ class SampleGroups(BuildTable):
 
     def _values(self, name: str) -> NDArray[np.int32]:
         """A column of all samples."""
-        parts = [table.columns[name] for table in self._tables]
+        parts = [_padded_column(build, name) for build in self._builds.values()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _whole(self, part: GroupSlice) -> GroupSlice:
@@ -340,5 +343,13 @@ def _restrict(groups: Groups, chosen: BoolArray) -> Groups:
 def _loads(build: PlannedBuild) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Vision loads and tokens of all samples."""
     columns = build.samples.columns
-    tokens = sum(columns[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
+    tokens = sum(_padded_column(build, f"num_{kind}_tokens") for kind in ("image", "text", "audio"))
     return columns[f"num_{build.manifest.model.vision_unit}"], np.asarray(tokens)
+
+
+def _padded_column(build: PlannedBuild, name: str) -> NDArray[np.int32]:
+    """A column of `Counts` of all samples, padding (`Limits.pad_each_to`) counted as text."""
+    table, multiple = build.samples, build.manifest.limits.pad_each_to
+    if name != "num_text_tokens" or multiple == 1:
+        return table.columns[name]
+    return table.padded_text(multiple)

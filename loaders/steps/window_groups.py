@@ -26,7 +26,14 @@ from isobatch.balance.order.rounds import make_rounds
 from isobatch.balance.rng import PLANNED, random_permutation
 from isobatch.common.background import in_background
 from isobatch.common.errors import Cancelled, DataError, IsobatchError
-from isobatch.common.types import COUNT_COLUMNS, BoolArray, Groups, IntArray, Limits
+from isobatch.common.types import (
+    COUNT_COLUMNS,
+    BoolArray,
+    Groups,
+    IntArray,
+    Limits,
+    padded_lengths,
+)
 from isobatch.loaders.steps.build_groups import join_groups
 from isobatch.loaders.steps.in_order import cut_groups, group_in_order
 from isobatch.loaders.steps.selection import SampleRefs, Selection
@@ -66,6 +73,8 @@ class WindowSettings:
     """Whether a group's samples are packed, and not padded to the longest."""
     shuffle: bool = True
     """False: groups are of neighbours in the dataset's order, and come in that order."""
+    pad_each_to: int = 1
+    """Multiple of tokens that each packed sample counts as."""
     ranks: int = 1
     """Data-parallel ranks; without shuffling, the groups of an epoch are a multiple of them."""
 
@@ -300,8 +309,12 @@ class WindowGroups(GroupTable):
         return np.bincount(cells, minlength=len(groups) * count).reshape(-1, count)
 
     def sample_column(self, name: str, refs: SampleRefs) -> IntArray:
-        """A column of `Counts` of samples, int64."""
-        return self.run.lengths.column(name, refs.groups)
+        """A column of `Counts` of samples, int64; padding is text."""
+        values = self.run.lengths.column(name, refs.groups)
+        if name != "num_text_tokens" or self.run.settings.pad_each_to == 1:
+            return values
+        raw, padded = self._llm_tokens(refs.groups)
+        return values + padded - raw
 
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if all groups had those of the run's mean group.
@@ -437,8 +450,8 @@ class WindowGroups(GroupTable):
         if not limits.max_vision:
             limits = lengths.with_images(samples, limits)
         self.limits = limits
-        image, text, audio = (lengths.column(f"num_{kind}_tokens", samples) for kind in LLM_KINDS)
-        loads = lengths.column(f"num_{limits.vision_unit}", samples), image + text + audio
+        _, tokens = self._llm_tokens(samples)
+        loads = lengths.column(f"num_{limits.vision_unit}", samples), tokens
         pack = self._pack if run.owners is None else self._pack_by_owner
         rows, rest = pack(samples, loads, limits, consumed, is_last=is_last)
         groups = Groups(samples[rows.samples], rows.offsets)
@@ -493,21 +506,27 @@ class WindowGroups(GroupTable):
                     self._planned = replace(planned, sums=self._sums(planned.groups))
         return self._planned
 
+    def _llm_tokens(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """LLM tokens of samples, and the same with padding to `pad_each_to`."""
+        columns = [self.run.lengths.column(f"num_{kind}_tokens", samples) for kind in LLM_KINDS]
+        tokens = columns[0] + columns[1] + columns[2]
+        return tokens, padded_lengths(tokens, self.run.settings.pad_each_to)
+
     def _sums(self, groups: Groups) -> dict[str, IntArray]:
         column = self.run.lengths.column
         rows = Groups(np.arange(len(groups.samples)), groups.offsets)
         counts = {name: column(name, groups.samples) for name in COUNT_COLUMNS}
         sums = {name: rows.sum(values) for name, values in counts.items()}
-        tokens = np.sum([counts[f"num_{kind}_tokens"] for kind in LLM_KINDS], axis=0)
-        sizes, padding = groups.sizes.astype(np.int64), np.zeros(len(groups), np.int64)
-        attention, flops = padding.copy(), self.run.flops
+        tokens, padded = self._llm_tokens(groups.samples)
+        sizes, padding = groups.sizes.astype(np.int64), rows.sum(padded - tokens)
+        attention, flops = np.zeros(len(groups), np.int64), self.run.flops
         if not self.run.settings.packing:
             length = longest(rows, tokens)
             padding = sizes * length - rows.sum(tokens)
             if flops is not None:
                 attention = sizes * flops.attention_tokens(length)
         elif flops is not None:
-            attention = rows.sum(flops.attention_tokens(tokens))
+            attention = rows.sum(flops.attention_tokens(padded))
         sums["num_text_tokens"] += padding  # it costs as much as text
         sizes_and_padding = {"num_samples": sizes, "num_padding": padding}
         return sums | sizes_and_padding | {"attention_tokens": attention}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -236,7 +235,7 @@ class WindowOrder:
             "passed": self._passed,
             "carried": self._carried.tolist(),
             "waiting": self._table.members(self._waiting),
-            "limits": None if self._limits is None else asdict(self._limits),
+            "limits": None if self._limits is None else self._limits.to_json(),
             "mean_labels": self._run.mean_labels,
             **(owners.state(self._consumed, self._live(), self._carried) if owners else {}),
         }

@@ -8,7 +8,7 @@ import base64
 import io
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -142,7 +142,7 @@ class GroupView:
     def to_json(self) -> dict[str, Any]:
         """Plain values, without thumbnails; `fill`, `vision_fill`: used shares of the caps."""
         return _plain(self, without=("why", "vision_load", "sample")) | {
-            "limits": asdict(self.limits),
+            "limits": self.limits.to_json(),
             "fill": self.counts["seq_len"] / self.limits.max_seq_len,
             "vision_fill": self.vision_load / max(self.limits.max_vision, 1),
             "samples": [sample.to_json() for _, sample in self.shown_samples],

@@ -152,7 +152,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `packer report --json`; `methods` are those of Table 3."""
-        values = asdict(replace(self, loads={}, samples={}))
+        values = asdict(replace(self, loads={}, samples={})) | {"limits": self.limits.to_json()}
         del values["loads"], values["samples"]
         methods = values["methods"]
         values["methods"] = {name: methods.pop(name) for name in TABLE_3}
@@ -174,6 +174,8 @@ class _Tables:
     num_repeated: int
     limits: Limits
     limits_explained: tuple[str, ...]
+    llm_tokens: IntArray
+    """LLM tokens of each sample as the groups' caps count them: with padding."""
 
 
 def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
@@ -210,8 +212,8 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         never_read=tables.never_read,
         num_groups=len(groups),
         dp_world_size=dp,
-        fill=fill(groups, counts.seq_len, limits.max_seq_len),
-        lower_bounds=lower_bounds(limits.vision_load(packed), packed.seq_len, limits),
+        fill=fill(groups, tables.llm_tokens, limits.max_seq_len),
+        lower_bounds=lower_bounds(limits.vision_load(packed), limits.llm_load(packed), limits),
         num_steps=-(-len(groups) // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
         sources=_sources(tables, dp=dp, seed=seed),
@@ -245,7 +247,7 @@ def _in_order(tables: _Tables, dp: int, micro_batches: int, seed: int, epoch: in
     """The groups of an epoch, micro-batch after micro-batch, in each rank by rank."""
     groups = tables.groups
     vision = tables.limits.vision_load(tables.counts)
-    loads = groups.sum(vision), groups.sum(tables.counts.seq_len)
+    loads = groups.sum(vision), groups.sum(tables.llm_tokens)
     steps = epoch_steps(loads, (dp, micro_batches), seed=seed, epoch=epoch)
     taken = steps.transpose(0, 2, 1).ravel()
     return taken[taken >= 0]
@@ -279,7 +281,9 @@ def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
     seq_len = tables.counts.seq_len
     return {
         "vit_tokens": stream.sum(tables.counts.num_vit_tokens),
-        "llm_tokens": stream.sum(seq_len) if name in OURS else padded_loads(stream, seq_len),
+        "llm_tokens": (
+            stream.sum(tables.llm_tokens) if name in OURS else padded_loads(stream, seq_len)
+        ),
     }
 
 
@@ -289,7 +293,7 @@ def _method(name: str, stream: Groups, loads: Loads, tables: _Tables, dp: int) -
         avg_batch_size=len(stream.samples) / max(int((stream.sizes > 0).sum()), 1),
         longest_vit_tokens=int(vit_tokens.max(initial=0)),
         longest_seq_len=int(llm_tokens.max(initial=0)),
-        pad_ratio=0.0 if name in OURS else pad_ratio(stream, tables.counts.seq_len),
+        pad_ratio=_pad_ratio(name, stream, tables),
         dist_ratio_vit=dist_ratio(vit_tokens, dp),
         dist_ratio_llm=dist_ratio(llm_tokens, dp),
         num_steps=-(-len(stream) // dp),
@@ -297,6 +301,15 @@ def _method(name: str, stream: Groups, loads: Loads, tables: _Tables, dp: int) -
             number: _shuffle(stream, loads, tables.sources, dp * number) for number in MICRO_BATCHES
         },
     )
+
+
+def _pad_ratio(name: str, stream: Groups, tables: _Tables) -> float:
+    """Share of padding in the tokens; of groups that of their samples, by `--pad-each-to`."""
+    seq_len = tables.counts.seq_len
+    if name not in OURS:
+        return pad_ratio(stream, seq_len)
+    padded = int(tables.llm_tokens[stream.samples].sum())
+    return 1 - int(seq_len[stream.samples].sum()) / max(1, padded)
 
 
 def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) -> ShuffleFigures:
@@ -352,8 +365,9 @@ def _read_tables(out: Path) -> _Tables:
         unread = {}
 
     table = counts.to_arrow()
+    arrays = counts_arrays(table)
     return _Tables(
-        counts=counts_arrays(table),
+        counts=arrays,
         sources=source_numbers(table),
         source_names=tuple(counts["source"].cast(str).unique(maintain_order=True)),
         groups=groups,
@@ -362,6 +376,7 @@ def _read_tables(out: Path) -> _Tables:
         never_read=unread,
         limits=limits,
         limits_explained=explained,
+        llm_tokens=limits.llm_load(arrays),
     )
 
 

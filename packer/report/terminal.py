@@ -184,6 +184,9 @@ def print_build(summary: BuildSummary, report: Report, console: Console) -> None
         _print(
             console, f"[bold]{'groups':<{LABEL_WIDTH}}[/]{foreign(line.removeprefix(GROUPS_LINE))}"
         )
+    if report.limits.pad_each_to > 1:
+        padding = f"each sample to a multiple of {report.limits.pad_each_to:,} tokens"
+        _print(console, f"[bold]{'padding':<{LABEL_WIDTH}}[/]{padding}, which the cap holds with")
     for label, line in _lines(summary, read_manifest(summary.out).values):
         _print(console, f"[bold]{label:<{LABEL_WIDTH}}[/]{foreign(line)}")
     for note in (*_tokenizer_notes(summary), *report.notes):

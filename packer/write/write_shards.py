@@ -45,6 +45,8 @@ class WriteConfig:
     """Data root of each part of the dataset."""
     has_videos: bool = False
     """Whether any sample of the build has one."""
+    pad_each_to: int = 1
+    """Of the build's `Limits`, for its index."""
     packing: PackOptions
 
 
@@ -120,7 +122,7 @@ def write_shard(task: ShardTask) -> int:
     staging = Staging(out / "staging")
     state = staging.samples.stat()
     staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns).take(task.positions)
-    index = IndexPart(task.shard)
+    index = IndexPart(task.shard, config.pad_each_to)
     temporary = out / (name + ".tmp")
     writer: ShardWriter
     packing = config.packing

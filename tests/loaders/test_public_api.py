@@ -16,6 +16,7 @@ NAMES = [
     "LoaderConfig",
     "LoaderStats",
     "MicroBatch",
+    "PackedBatch",
     "SampleColumns",
     "Step",
     "StepBatches",
@@ -25,6 +26,8 @@ NAMES = [
     "chunked_loss",
     "model_inputs",
     "normalize",
+    "packed_batch",
+    "packed_length",
     "shift_labels",
 ]
 

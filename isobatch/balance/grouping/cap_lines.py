@@ -33,16 +33,28 @@ def cap_lines(choice: LimitChoice, names: CapNames | None = None) -> list[str]:
     limits, vision = choice.limits, choice.vision
     tokens = f"caps: {limits.max_seq_len:,} tokens ({rule})"
     groups = _groups_line(choice, names)
+    padding = padding_line(limits.pad_each_to, choice.padding)
     if vision is None:
-        return [f"{tokens}, no images", groups]
+        return [line for line in (f"{tokens}, no images", padding, groups) if line]
     lines = [
         f"{tokens}, {limits.max_vision:,} {limits.unit}{_why_line(vision)}",
+        padding,
         _prediction_line(vision),
         groups,
         _compared_line(choice.best, vision.confirmed),
         _targets_line(choice.best, vision),
     ]
     return [line for line in lines if line]
+
+
+def padding_line(pad_each_to: int, share: float) -> str:
+    """How samples are padded, and the share of tokens that this adds; empty without padding."""
+    if pad_each_to == 1:
+        return ""
+    return (
+        f"padding: each sample counts as a multiple of {pad_each_to:,} tokens (your pad_each_to), "
+        f"{share:.1%} of all tokens"
+    )
 
 
 def padded_lines(choice: PaddedChoice, names: CapNames) -> list[str]:

@@ -39,7 +39,7 @@ from isobatch.balance.grouping.activation_budget import ActivationBudget
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.grouping.isf import DEFAULT_ITERATIONS, group_isf
 from isobatch.common.errors import ConfigError
-from isobatch.common.types import Counts, Groups, IntArray, Limits
+from isobatch.common.types import Counts, Groups, IntArray, Limits, require_multiple
 
 GROUPINGS = ("fit", "isf")
 TRIAL_ROUNDS = 6
@@ -72,10 +72,13 @@ class GroupOptions:
     """Name of the grouping: `fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = DEFAULT_ITERATIONS
     """ISF iterations at most; `fit` has none."""
+    pad_each_to: int = 1
+    """Multiple of LLM tokens that each sample counts as, since the trainer pads it; 1: none."""
 
     def __post_init__(self) -> None:
         if self.grouping not in GROUPINGS:
             raise ConfigError(f"grouping is {self.grouping!r}: use one of {', '.join(GROUPINGS)}")
+        require_multiple(self.pad_each_to, self.max_seq_len, "max_seq_len")
 
 
 TokenRule = Literal["given", "memory", "longest", "filling", "context"]
@@ -97,6 +100,8 @@ class LimitChoice:
     """The trial of twice the Q_t; None where the context or a memory budget forbids it."""
     memory: ActivationBudget | None
     """The budget of the options."""
+    padding: float
+    """Share of padding in all samples' tokens, by the `pad_each_to` of the limits."""
     vision: "VisionChoice | None" = None
     """Choice of the vision cap; None where neither images nor a cap of them are there."""
 
@@ -154,11 +159,14 @@ def choose_limits(
 
     A given cap is taken as it is; with a memory budget `max_seq_len` is only the most that Q_t may
     be. A cap from the data or the budget never rejects a sample that `max_seq_len` and the context
-    admit. `predictor` predicts times. Depends on the arguments alone. Raises ValueError when there
-    is no sample, ConfigError when the budget cannot hold the longest or the largest one.
+    admit, all with their padding (`pad_each_to`). `predictor` predicts times. Depends on the
+    arguments alone. Raises ValueError when there is no sample, ConfigError when the budget cannot
+    hold the longest or the largest one.
     """
     max_vision = options.max_vision
     memory = options.memory
+    unpadded, counts = counts, counts.padded(options.pad_each_to)
+    padding = 1 - float(unpadded.seq_len.sum()) / max(1, int(counts.seq_len.sum()))
     omnibal = partial(
         choose_limits_omnibal,
         counts,
@@ -179,12 +187,13 @@ def choose_limits(
     if search.largest == 0 and not max_vision:
         limits = splits[0] if memory else paper
         return LimitChoice(
-            limits=limits,
+            limits=replace(limits, pad_each_to=options.pad_each_to),
             token_rule=rule,
             multiple=multiple,
             best=search.trials.at(limits, on_all=True),
             larger=_larger(search, limits.max_seq_len, context_len),
             memory=memory,
+            padding=padding,
         )
     best = search.best(splits, max_vision)
     # what the cap costs; before the trials are listed
@@ -204,12 +213,13 @@ def choose_limits(
         predictor=None if predictor is None else str(predictor),
     )
     return LimitChoice(
-        limits=targets.limits,
+        limits=replace(targets.limits, pad_each_to=options.pad_each_to),
         token_rule=rule,
         multiple=multiple,
         best=best,
         larger=_larger(search, best.limits.max_seq_len, context_len),
         memory=memory,
+        padding=padding,
         vision=vision,
     )
 
@@ -242,7 +252,7 @@ def choose_limits_omnibal(
 
 def over_limits(counts: Counts, limits: Limits) -> tuple[IntArray, IntArray]:
     """Samples over `max_seq_len`, and others over `max_vision`: no group can hold them."""
-    too_long = counts.seq_len > limits.max_seq_len
+    too_long = limits.llm_load(counts) > limits.max_seq_len
     too_much_vision = limits.vision_load(counts) > limits.max_vision
     return np.flatnonzero(too_long), np.flatnonzero(too_much_vision & ~too_long)
 

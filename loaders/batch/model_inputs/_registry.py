@@ -16,8 +16,11 @@ FAMILIES: dict[Any, ModelFamily] = {**PATCH_FAMILIES, **NATIVE_FAMILIES, **GEMMA
 
 def family_of(config: Any, batch: MicroBatch) -> ModelFamily:
     """The family of a model with transformers' `config`; ConfigError for another model."""
-    if batch.processed is not None:
-        return processed_family(batch, config)
+    return family_of_type(config) if batch.processed is None else processed_family(batch, config)
+
+
+def family_of_type(config: Any) -> ModelFamily:
+    """The family by the config alone, of micro-batches that no processor made."""
     name = getattr(config, "model_type", None)
     vision = getattr(getattr(config, "vision_config", None), "model_type", None)
     if (name, vision) == ("llava", "pixtral"):  # the first Pixtral is a LLaVA

@@ -21,7 +21,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs._processed_family import as_own_rule
-from isobatch.loaders.batch.model_inputs._registry import family_of
+from isobatch.loaders.batch.model_inputs._registry import family_of, family_of_type
 from isobatch.loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
@@ -89,10 +89,9 @@ def model_inputs(
     unequal weight, which transformers' losses do not know, and attention that cannot keep packed
     samples apart.
     """
-    config = config_of(model)
-    batch = as_own_rule(batch, config)
-    family = family_of(config, batch)
-    _check_media(batch, config, family)
+    samples = batch
+    num_rows = max(1, batch.num_samples)
+    batch, config, family = with_blank_media(batch, model, always_encode=always_encode)
     is_labelled = _chooses_positions(model, logits, with_labels=with_labels)
     if (
         with_labels
@@ -104,12 +103,6 @@ def model_inputs(
             "logits='labelled' with model.loss_function = isobatch.chunked_loss, or "
             "with_labels=False and MicroBatch.reduce_loss"
         )
-    samples = batch
-    num_rows = max(1, batch.num_samples)
-    if always_encode:
-        batch = _with_blanks(batch, config, family)
-    if not len(batch.input_ids):
-        raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
     if batch.is_padded:
         inputs = _padded_text(batch, num_rows, config, family)
     else:
@@ -131,11 +124,35 @@ def model_inputs(
             inputs |= labelled_positions(inputs["labels"], weights)
     else:
         del inputs["labels"]
+    return inputs | media_arguments(batch, config, family)
+
+
+def with_blank_media(
+    batch: MicroBatch, model: Any, *, always_encode: bool = True
+) -> tuple[MicroBatch, Any, ModelFamily]:
+    """The micro-batch with the blank images and clips of `model_inputs`, config and family.
+
+    ConfigError as `model_inputs`; ValueError if it is empty and nothing is added.
+    """
+    config = config_of(model)
+    batch = as_own_rule(batch, config)
+    family = family_of(config, batch)
+    _check_media(batch, config, family)
+    if always_encode:
+        batch = _with_blanks(batch, config, family)
+    if not len(batch.input_ids):
+        raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
+    return batch, config, family
+
+
+def media_arguments(batch: MicroBatch, config: Any, family: ModelFamily) -> Arguments:
+    """Arguments of the model's encoders for the images, videos and clips, if there are any."""
+    arguments: Arguments = {}
     if _has_images(batch):
-        inputs |= family.images(batch, config)
+        arguments |= family.images(batch, config)
     if _has_clips(batch):
-        inputs |= _audio_arguments(batch, config)
-    return inputs
+        arguments |= _audio_arguments(batch, config)
+    return arguments
 
 
 def config_of(model: Any) -> Any:
@@ -248,15 +265,23 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
         )
 
 
+def blank_media_tokens(config: Any) -> list[int]:
+    """LLM tokens of each blank sample that a micro-batch may get, at most."""
+    family = family_of_type(config)
+    has_images = getattr(config, "image_token_id", None) is not None
+    tokens = [family.blank(config).tokens] if has_images else [1]
+    return [*tokens, *[1] * (family.blank_clip is not None)]
+
+
 def _with_blanks(batch: MicroBatch, config: Any, family: ModelFamily) -> MicroBatch:
     """`batch` with a sample more for each encoder that would have nothing to do."""
     if not _has_images(batch):
         if batch.processed is None or batch.blank_tokens:
             batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
         elif not batch.num_samples:  # of arrays that encode= gives, no blank ones are known
-            batch = _with_blank_sample(batch, BLANK_SAMPLE_ID, 1, 0)
+            batch = with_blank_sample(batch, BLANK_SAMPLE_ID, 1, 0)
     if family.blank_clip is not None and not _has_clips(batch):
-        batch = _with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
+        batch = with_blank_sample(batch, BLANK_CLIP_ID, 1, int(config.audio_token_id))
         batch = _with_blank_clip(batch, family.blank_clip, config)
     return batch
 
@@ -267,7 +292,7 @@ def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int)
     Its pixels are not zeros: Idefics3 takes such images for padding.
     """
     grid = batch.image_grid_thw
-    batch = _with_blank_sample(batch, BLANK_SAMPLE_ID, blank.tokens, image_token_id)
+    batch = with_blank_sample(batch, BLANK_SAMPLE_ID, blank.tokens, image_token_id)
     return replace(
         batch,
         pixel_values=batch.pixel_values.new_ones(blank.rows, *batch.pixel_values.shape[1:]),
@@ -277,7 +302,7 @@ def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int)
     )
 
 
-def _with_blank_sample(batch: MicroBatch, name: str, count: int, token_id: int) -> MicroBatch:
+def with_blank_sample(batch: MicroBatch, name: str, count: int, token_id: int) -> MicroBatch:
     """`batch` followed by a sample of so many of one token, without labels."""
     ids = batch.input_ids
     tokens = torch.arange(count, device=ids.device)

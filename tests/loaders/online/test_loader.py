@@ -3,7 +3,6 @@
 import json
 import pickle
 import warnings
-from dataclasses import asdict
 from io import BytesIO
 
 import pytest
@@ -291,7 +290,7 @@ def test_caps_are_chosen_and_said_why(rows, folder):
         batches = [batch for step in steps for own in step for batch in own]
         (caps,) = {loader.limits for loader in ranks}
         assert (caps.max_seq_len, caps.max_vision > 0) == (600, True)
-        assert asdict(caps) == ranks[0].report()["limits"]
+        assert caps.to_json() == ranks[0].report()["limits"]
         with_images = [batch.num_samples for batch in batches if len(batch.image_sizes)]
         assert sum(with_images) >= 2 * len(with_images), packing
         several = [batch for batch in batches if batch.num_samples > 1]
