@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from isobatch.packer.build_dir import (
     BUILDING_NAME,
     ELSEWHERE,
     REPORT_NAME,
-    TABLE_NAMES,
     require_ours,
 )
 from isobatch.packer.report.figures import Report, make_report
@@ -65,10 +65,10 @@ class Publisher:
         """Upload the tables that counting alone leaves, and remove the work folder."""
         self._upload(COUNTS_NAME, REJECTED_NAME)
 
-    def publish(self) -> None:
-        """Upload everything but the shards, the manifest last, and remove the work folder."""
+    def publish(self, names: Sequence[str]) -> None:
+        """Upload the files `names`, the report and the manifest; remove the work folder."""
         write_html(make_report(self.folder), self.folder / REPORT_NAME)
-        self._upload(*TABLE_NAMES, REPORT_NAME, MANIFEST_NAME)
+        self._upload(*names, REPORT_NAME, MANIFEST_NAME)
 
     def forget(self) -> None:
         """Remove the work folder, and the mark at the URI if it is this build's."""
