@@ -43,7 +43,7 @@ OPTIONS = frozenset(
 """Fields of `LoaderConfig` that the task encoder takes. Energon has its own of the others."""
 
 
-@edataclass  # type: ignore[misc]
+@edataclass
 class PackedSample(Sample):  # type: ignore[misc]
     """A group as Energon gives it to the training."""
 
