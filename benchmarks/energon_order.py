@@ -126,7 +126,7 @@ def datasets(options: argparse.Namespace) -> Iterator[tuple[order.Data, Groups]]
         sources = np.zeros(len(counts), np.int64)
         name = f"{place.name}, {manifest.limits.max_seq_len:,} tokens"
         data = order.Data(name=name, counts=counts, sources=sources, limits=manifest.limits)
-        yield data, read_groups(place / "groups.parquet")
+        yield data, read_groups(read_table(place / "groups.parquet"))
     if options.build:
         return
     for data in order.datasets(options):
@@ -146,11 +146,11 @@ def methods(
     encoder = Encoder(tokens, data.limits.max_seq_len)
     with tempfile.TemporaryDirectory() as folder:
         of_groups, of_samples = Path(folder, "groups"), Path(folder, "samples")
-        write(of_groups, np.arange(len(groups)))
+        write(of_groups, np.arange(len(groups)), np.stack(loads, axis=1))
         write(of_samples, np.random.default_rng(1).permutation(groups.samples))
         for name, options in (
-            ("Energon, our groups", {}),
-            ("Energon, our groups, stored order", {"parallel_shard_iters": 1, "shuffle": None}),
+            ("Energon, our groups and order", {}),
+            ("Energon, our groups, its order", {"dataset_config": "stored_order.yaml"}),
         ):
             ranks = read(of_groups, encoder, dp, workers, **options)
             assert sorted(row for rank in ranks for rows in rank for row in rows) == [
@@ -163,8 +163,8 @@ def methods(
         yield "Energon, its packing", [[np.array(rows) for rows in rank] for rank in ranks]
 
 
-def write(folder: Path, numbers: IntArray) -> None:
-    """Tars of numbers, prepared by Energon."""
+def write(folder: Path, numbers: IntArray, loads: IntArray | None = None) -> None:
+    """Tars of numbers, prepared by Energon; with `loads` also as a build is."""
     folder.mkdir()
     names = []
     for first in range(0, len(numbers), SHARD_SAMPLES):
@@ -178,9 +178,18 @@ def write(folder: Path, numbers: IntArray) -> None:
     WebdatasetPreparator.prepare_dataset(
         folder, names, split_parts_ratio=[("train", 1.0)], shuffle_seed=None, workers=2
     )
-    (folder / ".nv-meta" / "dataset.yaml").write_text(
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    meta = folder / ".nv-meta"
+    ours, plain = (
+        f"__module__: {module}\n__class__: {kind}\n"
+        for module, kind in (
+            ("isobatch.loaders.integrations.energon_dataset", "BalancedGroups"),
+            ("megatron.energon", "CrudeWebdataset"),
+        )
     )
+    (meta / "stored_order.yaml").write_text(plain)
+    (meta / "dataset.yaml").write_text(plain if loads is None else ours)
+    if loads is not None:
+        np.save(meta / "loads.npy", loads)
 
 
 def read(
@@ -188,8 +197,6 @@ def read(
     encoder: Encoder,
     dp: int,
     workers: int,
-    *,
-    shuffle: int | None = 1,
     **options: Any,
 ) -> list[list[list[int]]]:
     """Rows of each micro-batch of each rank, one epoch."""
@@ -201,7 +208,6 @@ def read(
             batch_size=None,
             shuffle_buffer_size=None,
             max_samples_per_sequence=SEQUENCE,
-            shuffle_over_epochs_multiplier=shuffle,
             task_encoder=encoder,
             repeat=False,
             **options,
@@ -215,9 +221,7 @@ def cells(ranks: list[list[IntArray]], data: order.Data) -> list[str]:
     num_steps = min(map(len, ranks))
     left_out = max(map(len, ranks)) - num_steps
     steps = [rank[step] for step in range(num_steps) for rank in ranks]
-    loads = (
-        np.array([load[rows].sum() for rows in steps]) for load in (vision, tokens, tokens**2)
-    )
+    loads = (np.array([load[rows].sum() for rows in steps]) for load in (vision, tokens, tokens**2))
     dists = (f"{dist_ratio(load, len(ranks)):.2%}".rstrip("%") for load in loads)
     return [f"{sum(map(len, ranks)):,}", *dists, str(left_out)]
 

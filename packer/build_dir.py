@@ -129,7 +129,8 @@ class BuildIdentity:
         names = list(TABLE_NAMES)
         shards = _describe_shards(parts, index)
         if self.config.format == "energon":
-            names += write_energon_files(out, [shard["name"] for shard in shards], index)
+            unit = grouping.limits.vision_unit
+            names += write_energon_files(out, [one["name"] for one in shards], index, unit)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,

@@ -1,8 +1,8 @@
 """`PackedTaskEncoder`: groups of a build for Megatron-Energon's own loader.
 
-Only this module imports megatron.energon. A build that `packer build --format energon` made has one
-Energon sample per group. Energon's loader reads them, shuffles, deals them to ranks and workers,
-and has the state; the task encoder makes each a `MicroBatch`, in Energon's worker processes.
+Only this module and `energon_dataset` import megatron.energon. A build that `packer build --format
+energon` made has one Energon sample per group. Energon's loader reads them, has worker processes
+and the state; `BalancedGroups` says in which order, and the task encoder makes each a `MicroBatch`.
 """
 
 import warnings
@@ -22,6 +22,7 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.errors import FatalSampleError
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
 from isobatch.balance.loss_weights import sample_weights
 from isobatch.common.errors import ConfigError, DamagedShard, IsobatchError, first_line
@@ -31,6 +32,7 @@ from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.inputs import config_of, model_inputs
 from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.integrations.energon_dataset import BalancedGroups
 from isobatch.loaders.read.build import Build, open_builds
 from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.shards.stored_group import DECODE_ERRORS, StoredGroup
@@ -120,6 +122,23 @@ class PackedTaskEncoder(DefaultTaskEncoder):  # type: ignore[misc]
         except IsobatchError as error:  # Energon would go on without the group
             raise FatalSampleError(str(error)) from error
         return PackedSample(**basic_sample_keys(sample), micro_batch=batch, inputs=inputs)
+
+    def build_train_datasets(
+        self,
+        *,
+        datasets: Sequence[Any],
+        blend_mode: DatasetBlendMode = DatasetBlendMode.NONE,
+        repeat: bool = True,
+        **others: Any,
+    ) -> Any:
+        """The dataset to train on; ranks stay in step over epochs where it has no end."""
+        for loaded in datasets:
+            if isinstance(loaded.dataset, BalancedGroups):
+                by_epoch = blend_mode == DatasetBlendMode.SAMPLE_REPETITIONS
+                loaded.dataset.is_endless = repeat and not by_epoch
+        return super().build_train_datasets(
+            datasets=datasets, blend_mode=blend_mode, repeat=repeat, **others
+        )
 
     def build_batch(
         self,
