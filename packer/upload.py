@@ -25,6 +25,7 @@ from isobatch.packer.build_dir import (
 )
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.report.html import write_html
+from isobatch.packer.write.energon_files import META_NAMES
 from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
 from isobatch.shards.manifest import MANIFEST_NAME
 from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME
@@ -59,7 +60,9 @@ class Publisher:
         require_ours(self.uri, names)
         # the manifest first: without it the rest is an unfinished build, whatever happens now
         self._bucket.delete([name for name in names if name == MANIFEST_NAME])
-        self._bucket.delete([name for name in names if name != MANIFEST_NAME])
+        # a listing leaves out hidden names
+        others = [name for name in names if name != MANIFEST_NAME]
+        self._bucket.delete([*others, *META_NAMES])
 
     def upload_tables(self) -> None:
         """Upload the tables that counting alone leaves, and remove the work folder."""
