@@ -1,4 +1,4 @@
-"""`BalancedGroups`: the kind of dataset that Energon reads a build's groups as, in our order.
+"""`BalancedGroups`: a build as a dataset of Energon's, in our order of groups.
 
 `.nv-meta/dataset.yaml` of a build names it, so Energon's loader makes it. Energon would give each
 worker a stretch of the shards, shuffled for itself, so ranks meet whatever comes. Here step after

@@ -1,6 +1,7 @@
 """Tests of builds in Energon's own loader; `test_energon.py` runs them in its environment."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from fractions import Fraction
@@ -25,6 +26,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders import StreamingLoader, model_inputs
 from isobatch.loaders.integrations.energon import PackedTaskEncoder
 from isobatch.shards.manifest import read_manifest
+from support import ROOT
 from support.builds.packed import build, read_index
 from support.builds.raw_data import good_records, write_dataset
 from support.clips import make_clip
@@ -180,6 +182,26 @@ def test_with_a_model_samples_have_its_inputs(videos, workers):
                 same(sample.inputs[name], value)
             else:
                 assert sample.inputs[name] == value
+
+
+def test_the_program_of_the_docs_trains_and_goes_on(videos, monkeypatch):
+    place, config = videos
+    monkeypatch.chdir(place.parent)
+    place.rename("packed")
+    text = (ROOT / "docs/load/trainers/energon.md").read_text()
+    (program,) = re.findall(r"<!-- program: energon -->\n```python\n(.*?)```", text, re.DOTALL)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scope = {"rank": 0, "world_size": 1, "max_steps": 2, "model": model}
+    scope["optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        exec(program, scope)
+    finally:
+        (place.parent / "packed").rename(place)
+    after = list(model.parameters())
+    assert all(torch.isfinite(parameter).all() for parameter in after)
+    assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert scope["state"] is not None
 
 
 def test_the_loss_is_divided_by_the_labels_of_an_average_step(built):
