@@ -1,5 +1,6 @@
 """Tests of builds in Energon's own loader; `test_energon.py` runs them in its environment."""
 
+import copy
 import json
 import re
 import shutil
@@ -65,7 +66,10 @@ def videos(tmp_path_factory):
     (folder / "raw" / "annotations.json").write_text(json.dumps(records))
     model = save_video_folder("qwen2_5_vl", folder / "model", {})
     build(folder / "raw", folder / "out", format="energon", model=model, tokenizer=model)
-    return folder / "out", transformers.AutoConfig.from_pretrained(model)
+    config, manifest = transformers.AutoConfig.from_pretrained(model), read_manifest(folder / "out")
+    config.image_token_id, config.video_token_id = manifest.image_token_id, manifest.video_token_id
+    config.text_config.vocab_size = manifest.vocab_size
+    return folder / "out", config
 
 
 def loader(place, *, rank=0, ranks=1, workers=0, repeat=False, encoder=None, **options):
@@ -186,10 +190,20 @@ def test_with_a_model_samples_have_its_inputs(videos, workers):
 
 def test_the_program_of_the_docs_trains_and_goes_on(videos, monkeypatch):
     place, config = videos
+    config = copy.deepcopy(config)
     monkeypatch.chdir(place.parent)
     place.rename("packed")
-    text = (ROOT / "docs/load/trainers/energon.md").read_text()
-    (program,) = re.findall(r"<!-- program: energon -->\n```python\n(.*?)```", text, re.DOTALL)
+    page = (ROOT / "docs/load/trainers/energon.md").read_text()
+    (program,) = re.findall(r"<!-- program: energon -->\n```python\n(.*?)```", page, re.DOTALL)
+    small = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    small |= {"out_hidden_size": 32, "fullatt_block_indexes": [0]}
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    text["rope_parameters"]["rope_theta"] = 10_000.0
+    for part, sizes in ((config.vision_config, small), (config.text_config, text)):
+        for name, value in sizes.items():
+            setattr(part, name, value)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     scope = {"rank": 0, "world_size": 1, "max_steps": 2, "model": model}
