@@ -55,6 +55,7 @@ from isobatch.packer.report.build_summary import (
 from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
+from isobatch.packer.write.energon_files import META_NAMES
 from isobatch.packer.write.write_shards import (
     ShardTask,
     WriteConfig,
@@ -409,7 +410,10 @@ class Builder:
             manifest |= {"has_videos": True} if has_videos(self.staging.samples) else {}
             write_manifest(self.out, manifest)
             if self.publisher:
-                self.publisher.publish()
+                names = [file["name"] for file in manifest["files"]]
+                self.publisher.publish(
+                    [*names, *META_NAMES] if self.config.format == "energon" else names
+                )
             else:
                 self.staging.remove()
             stage.count(num_shards)

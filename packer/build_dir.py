@@ -23,6 +23,7 @@ from isobatch.models.presets import ModelPreset, model_to_dict
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.group import Grouping
 from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
+from isobatch.packer.write.energon_files import META, write_energon_files
 from isobatch.shards.folders import absolute, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
@@ -35,9 +36,11 @@ BUILDING_NAME = "building.json"
 
 ELSEWHERE = "choose another --out, or add --overwrite"
 TABLE_NAMES = (INDEX_NAME, IDS_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
-"""Files that the manifest lists, in its order; the shards have their own list."""
+"""Files that the manifest lists, in its order; the shards have their own list. Of a build for
+Energon the indexes of its tars follow.
+"""
 
-_FOLDERS = ("shards", "staging", DEMO_FOLDER)
+_FOLDERS = ("shards", "staging", DEMO_FOLDER, META)
 _MADE_BY_A_BUILD = frozenset((MANIFEST_NAME, *TABLE_NAMES, REPORT_NAME, BUILDING_NAME, *_FOLDERS))
 
 
@@ -115,13 +118,19 @@ class BuildIdentity:
     ) -> dict[str, Any]:
         """The manifest of the files in `out`, and of the shards of the index `parts`.
 
-        `counted`: records read, and copies beyond the first of each sample.
+        Of a build for Energon its files are written first. `counted`: records read, and copies
+        beyond the first of each sample.
         """
         settings = self.settings(dataset)
         data_root = absolute(dataset.parts[0].data_root)
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         keys += ["template_date"] * (self.tokenizer.template_date is not None)
+        names = list(TABLE_NAMES)
+        shards = _describe_shards(parts, index)
+        if self.config.format == "energon":
+            unit = grouping.limits.vision_unit
+            names += write_energon_files(out, [one["name"] for one in shards], index, unit)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
@@ -134,8 +143,8 @@ class BuildIdentity:
             "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
             "totals": _totals(index, *counted),
-            "shards": _describe_shards(parts, index),
-            "files": [_describe_file(out, name) for name in TABLE_NAMES],
+            "shards": shards,
+            "files": [_describe_file(out, name) for name in names],
             **({"data_root": data_root} if self.config.format == "refs" else {}),
         }
 

@@ -73,7 +73,8 @@ class BuildConfig:
     work_dir: str | None = None
     """Folder where a build to a URI is prepared; by default under the user's cache folder."""
     format: Annotated[
-        ShardFormat, Option("Layout of the shards: arrow, webdataset or refs. Default: arrow.")
+        ShardFormat,
+        Option("Layout of the shards: arrow, webdataset, energon or refs. Default: arrow."),
     ] = "arrow"
     max_seq_len: Annotated[
         int | None,

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -20,11 +21,11 @@ from isobatch.packer.build_dir import (
     BUILDING_NAME,
     ELSEWHERE,
     REPORT_NAME,
-    TABLE_NAMES,
     require_ours,
 )
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.report.html import write_html
+from isobatch.packer.write.energon_files import META_NAMES
 from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
 from isobatch.shards.manifest import MANIFEST_NAME
 from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME
@@ -59,16 +60,18 @@ class Publisher:
         require_ours(self.uri, names)
         # the manifest first: without it the rest is an unfinished build, whatever happens now
         self._bucket.delete([name for name in names if name == MANIFEST_NAME])
-        self._bucket.delete([name for name in names if name != MANIFEST_NAME])
+        # a listing leaves out hidden names
+        others = [name for name in names if name != MANIFEST_NAME]
+        self._bucket.delete([*others, *META_NAMES])
 
     def upload_tables(self) -> None:
         """Upload the tables that counting alone leaves, and remove the work folder."""
         self._upload(COUNTS_NAME, REJECTED_NAME)
 
-    def publish(self) -> None:
-        """Upload everything but the shards, the manifest last, and remove the work folder."""
+    def publish(self, names: Sequence[str]) -> None:
+        """Upload the files `names`, the report and the manifest; remove the work folder."""
         write_html(make_report(self.folder), self.folder / REPORT_NAME)
-        self._upload(*TABLE_NAMES, REPORT_NAME, MANIFEST_NAME)
+        self._upload(*names, REPORT_NAME, MANIFEST_NAME)
 
     def forget(self) -> None:
         """Remove the work folder, and the mark at the URI if it is this build's."""

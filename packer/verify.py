@@ -22,6 +22,7 @@ from isobatch.counting.headers.video_header import read_video_header
 from isobatch.counting.records.media import Media, SampleProblem, open_media
 from isobatch.models.audio_tokens import resampled_length
 from isobatch.packer.progress import StageProgress
+from isobatch.packer.write.energon_files import check_energon_files
 from isobatch.shards.folders import Folder, is_uri, on_disk, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
@@ -89,13 +90,16 @@ def verify_build(
             stage.count(1)
         # without the folder all shards are missing, which is said already
         if root.has_folder("shards"):
-            known = {shard.name for shard in manifest.shards}
+            known = {file.name for file in files}
             names = [info.name for info in root.files("shards")]
             problems += [f"{name}: is not in the manifest" for name in names if name not in known]
         if "content_hash" not in manifest.values:
             problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
         if not problems:
             problems += _check_totals(folder, manifest)
+        if not problems and manifest.format == "energon":
+            index = open_index(manifest, FolderFiles(manifest, folder))
+            problems += check_energon_files(root, manifest, index)
     num_media = 0
     if media and not problems:
         with (

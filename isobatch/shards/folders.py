@@ -101,6 +101,7 @@ def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
     root = open_folder(place)
     with TemporaryDirectory(prefix="isobatch-") as folder, naming_full_disk(folder):
         for name in names:
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             try:
                 with root.open(name) as source, Path(folder, name).open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)

@@ -32,8 +32,10 @@ READ_VERSIONS = (2, FORMAT_VERSION)
 MANIFEST_NAME = "manifest.json"
 CHECKED_BYTES = 256 << 20
 """Largest file whose checksum is compared when it is opened as a whole; XXH3 takes some 40 ms."""
-ShardFormat = Literal["arrow", "webdataset", "refs"]
+ShardFormat = Literal["arrow", "webdataset", "energon", "refs"]
 SHARD_FORMATS: tuple[ShardFormat, ...] = get_args(ShardFormat)
+TAR_FORMATS: frozenset[ShardFormat] = frozenset({"webdataset", "energon"})
+"""Formats whose shards are tars."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

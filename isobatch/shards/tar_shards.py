@@ -1,13 +1,14 @@
-"""WebDataset shards, written and read: plain tars for that library.
+"""WebDataset and Energon shards, written and read: plain tars for these libraries.
 
-One webdataset sample per sample; a group's members are consecutive, so a group is one range of the
-tar. Owner, times and modes are fixed: the same samples give the same bytes.
+One webdataset sample per sample, or per group for Energon. A group's members are consecutive, so a
+group is one range of the tar. Owner, times and modes are fixed: the same samples give the same
+bytes.
 """
 
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,7 +38,9 @@ _AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
 class TarShardWriter:
     """Writes one tar shard."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, key_per_group: bool = False) -> None:
+        """`key_per_group`: make one webdataset sample of all samples of a group."""
+        self._separator = "." if key_per_group else "-"  # a key ends at the first dot
         # here, because it imports torch where that is installed: 1.7 s and 220 MB
         from webdataset import TarWriter  # noqa: PLC0415
 
@@ -51,7 +54,7 @@ class TarShardWriter:
             borders = pairwise(block.group_offsets.tolist())
             for group, (first, last) in zip(block.groups, borders, strict=True):
                 for row in range(first, last):
-                    key = f"g{group:09d}-s{row - first:05d}"
+                    key = f"g{group:09d}{self._separator}s{row - first:05d}"
                     for suffix, content in _packed_members(block, row):
                         # one by one: TarWriter sorts the members of a sample by name
                         self._tar.write({"__key__": key, suffix: content})
@@ -125,7 +128,14 @@ def _to_npy(array: Int32Array) -> bytes:
 
 def decode_tar(content: GroupBytes, where: str) -> StoredGroup:
     """The samples in a byte range of whole tar members; DECODE_ERRORS if it is damaged."""
-    members = _stored_members(content)
+    return decode_members(_stored_members(content), where)
+
+
+def decode_members(members: Mapping[str, bytes], where: str) -> StoredGroup:
+    """The samples of a group by its members' names -> contents; DECODE_ERRORS for damaged ones.
+
+    The names may lack a first part that all have, such as a group's key. They are in stored order.
+    """
     keys = [name.removesuffix(".json") for name in members if name.endswith(".json")]
     infos: list[dict[str, Any]] = [json.loads(members[f"{key}.json"]) for key in keys]
     input_ids = [_from_npy(members[f"{key}.input_ids.npy"]) for key in keys]

@@ -30,6 +30,7 @@ from isobatch.shards.checksums import wrong_bytes
 from isobatch.shards.index import INDEX_NAME
 from isobatch.shards.manifest import (
     MANIFEST_NAME,
+    TAR_FORMATS,
     Manifest,
     parse_manifest,
     read_manifest,
@@ -160,7 +161,7 @@ class Build:
         return content
 
     def _decode(self, content: GroupBytes, where: str) -> StoredGroup:
-        if self.manifest.format == "webdataset":
+        if self.manifest.format in TAR_FORMATS:
             return decode_tar(content, where)
         if self._schema is None:
             # shards of version 2 that are older than audio have no columns for it

@@ -36,7 +36,7 @@ from isobatch.packer.table_queries import find_rows, read_rows
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
 from isobatch.shards.folders import on_disk, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, open_index
-from isobatch.shards.manifest import FolderFiles, Manifest, read_manifest
+from isobatch.shards.manifest import TAR_FORMATS, FolderFiles, Manifest, read_manifest
 from isobatch.shards.stored_group import DECODE_ERRORS, StoredGroup, frame_paths
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, read_groups, read_table
 from isobatch.shards.tar_shards import decode_tar
@@ -273,7 +273,7 @@ def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> St
         content = open_folder(manifest.place, follow_links=True).read(shard, offset, length)
         if len(content) != length:
             raise EOFError("the file ends before")
-        if manifest.format == "webdataset":
+        if manifest.format in TAR_FORMATS:
             return decode_tar(pa.py_buffer(content), where)
         schema = shard_schema(refs=is_refs, videos=manifest.has_videos, extras=manifest.extras)
         media = _UnreadMedia() if is_refs else None

@@ -19,11 +19,9 @@ from isobatch.packer.count.staging import StagedSamples, Staging
 from isobatch.shards.arrow_shards import ArrowShardWriter
 from isobatch.shards.folders import open_folder, open_object_folder
 from isobatch.shards.index import IndexPart, read_shard_file
-from isobatch.shards.manifest import BuildFile, ShardFormat
+from isobatch.shards.manifest import TAR_FORMATS, BuildFile, ShardFormat
 from isobatch.shards.stored_group import ShardWriter
 from isobatch.shards.tar_shards import TarShardWriter
-
-SUFFIXES: dict[ShardFormat, str] = {"arrow": "arrow", "webdataset": "tar", "refs": "arrow"}
 
 TOKEN_BYTES = 8
 """`input_ids` and `labels` are int32."""
@@ -84,7 +82,7 @@ class ShardTask:
 
 def shard_name(shard: int, shard_format: ShardFormat) -> str:
     """Path of a shard under the build directory."""
-    return f"shards/shard-{shard:05d}.{SUFFIXES[shard_format]}"
+    return f"shards/shard-{shard:05d}.{'tar' if shard_format in TAR_FORMATS else 'arrow'}"
 
 
 def index_part(out: Path, shard: int) -> Path:
@@ -126,8 +124,8 @@ def write_shard(task: ShardTask) -> int:
     temporary = out / (name + ".tmp")
     writer: ShardWriter
     packing = config.packing
-    if packing.format == "webdataset":
-        writer = TarShardWriter(temporary)
+    if packing.format in TAR_FORMATS:
+        writer = TarShardWriter(temporary, key_per_group=packing.format == "energon")
     else:
         is_refs = packing.format == "refs"
         writer = ArrowShardWriter(

@@ -13,7 +13,7 @@ from support.builds.packed import build, quiet
 from support.builds.raw_data import good_records, write_dataset, write_image
 
 
-@pytest.fixture(params=["arrow", "webdataset", "refs"])
+@pytest.fixture(params=["arrow", "webdataset", "energon", "refs"])
 def built(request, shared, tmp_path):
     def make(folder):
         raw = write_dataset(folder / "raw", good_records(folder / "raw", 20))

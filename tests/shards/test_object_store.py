@@ -20,7 +20,9 @@ from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.upload import work_folder
 from isobatch.packer.verify import verify_build
+from isobatch.packer.write.energon_files import META, META_NAMES
 from isobatch.shards.folders import open_folder, open_object_folder
+from isobatch.shards.manifest import TAR_FORMATS
 from isobatch.shards.object_folder import HEAD_BYTES, ObjectFolder
 from support import ranks
 from support.builds.command import run_packer
@@ -58,9 +60,10 @@ def upload(folder: Path, uri: str) -> str:
 def download(uri: str, folder: Path) -> Path:
     """Everything under a URI."""
     root = open_folder(uri)
-    for info in root.files():
-        (folder / info.name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / info.name).write_bytes(root.read(info.name))
+    hidden = META_NAMES if root.has_folder(META) else ()  # a listing leaves them out
+    for name in [*(info.name for info in root.files()), *hidden]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(root.read(name))
     return folder
 
 
@@ -203,10 +206,10 @@ def test_a_listing_goes_on_behind_its_first_page(place):
     assert [info.name for info in bucket.files()] == ["other/x.txt", "top.txt"]
 
 
-@pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
+@pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "energon", "refs"])
 def test_a_build_into_a_bucket_has_the_bytes_of_one_on_disk(place, dataset, tmp_path, shard_format):
     # of tars each would import webdataset, and with that torch
-    workers = 1 if shard_format == "webdataset" else 2
+    workers = 1 if shard_format in TAR_FORMATS else 2
     build(dataset, tmp_path / "out", format=shard_format, shard_mb=1)
     summary = build(dataset, place, format=shard_format, shard_mb=1, workers=workers)
     found = digests(download(place, tmp_path / "down"))
@@ -245,7 +248,7 @@ def test_a_finished_build_is_known_without_local_state_and_other_settings_are_re
 
 
 def test_overwrite_removes_only_what_a_build_made(place, dataset, tmp_path):
-    build(dataset, place, shard_mb=1)
+    build(dataset, place, shard_mb=1, format="energon")
     Builder(BuildConfig(**options(dataset, place, seed=1)), quiet()).build(overwrite=True)
     build(dataset, tmp_path / "out", seed=1)
     assert without_report(digests(download(place, tmp_path / "down"))) == digests(tmp_path / "out")
