@@ -5,7 +5,8 @@
 Needs megatron-energon (7.4.1 was measured). Its own loader reads a tar of group numbers, or of
 sample numbers, rank by rank and with worker processes, so the order is its own; loads are those of
 the lengths. Its packing is its hook `select_samples_to_pack`, for which it ships no algorithm: of a
-buffer of samples the longest first, filled with the longest that fit, by tokens alone. Data: as `benchmarks/order.py`, and finished builds (`--build`) with their own groups.
+buffer of samples the longest first, filled with the longest that fit, by tokens alone.
+Data: as `benchmarks/order.py`, and finished builds (`--build`) with their own groups.
 
 A step is the t-th micro-batch of every rank. Steps that not all ranks have are left out.
 """
