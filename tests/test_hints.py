@@ -14,6 +14,7 @@ from support import ROOT
 PACKAGES = ("isobatch", "packer", "loaders", "engine")
 OF_OTHERS = {
     "attn_implementation",
+    "dataset_config",
     "drop_last",
     "gradient_accumulation_steps",
     "multiprocessing_context",
@@ -23,7 +24,7 @@ OF_OTHERS = {
     "class",
     "lang",
 }
-"""Keywords of torch, transformers and Accelerate that a hint is about, and no options of ours."""
+"""Keywords of torch, transformers, Accelerate and Energon in hints, and no options of ours."""
 NO_OPTION = {"--thumbnail"}
 """A property of a style sheet."""
 

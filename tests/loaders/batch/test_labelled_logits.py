@@ -275,6 +275,7 @@ def test_no_float32_copy_of_the_logits_lives(monkeypatch):
 
 def test_accelerates_mixed_precision_takes_positions():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state()  # another test may have made it without bf16
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(make_family_model("qwen2_5_vl"))
     model.loss_function = chunked_loss
@@ -283,3 +284,4 @@ def test_accelerates_mixed_precision_takes_positions():
     whole = run(model, model_inputs(batch, model))
     assert labelled[2] < whole[2]
     assert labelled[0] == pytest.approx(whole[0], rel=1e-2)
+    accelerate.state.AcceleratorState._reset_state()
