@@ -451,3 +451,25 @@ def test_errors_in_one_line():
     (broken,) = make_ranks(lambda: Lengths(30, 5, bad=1.1), 1, 1, window=10)
     with pytest.raises(DataError, match="none of the 30 samples"):
         take_step([broken])
+
+
+def test_ranks_wait_less_for_attention_where_it_is_known():
+    """Groups of few long samples and of many short ones have as many tokens, and other attention."""
+    flops = replace(FlopsModel.of(load_model("tiny")), llm_flops_per_token=100_000)
+
+    def waiting(known):
+        lengths = Lengths(4000, 9)
+        lengths.values["num_image_patches"][:] = lengths.values["num_image_tokens"][:] = 0
+        lengths.values["num_text_tokens"][::2] = 900
+        (rank,) = make_ranks(lambda: lengths, 1, 8, window=1000)
+        rank._source.run.flops = known
+        paid = used = 0
+        while (taken := take_step([rank])) is not None:
+            loads = [
+                sum(lengths.values["num_text_tokens"][[part.group for part in batch]] ** 2)
+                for batch in taken[0][0].micro_batches
+            ]
+            paid, used = paid + 8 * max(loads, default=0), used + sum(loads)
+        return 1 - used / paid
+
+    assert waiting(flops) < 0.5 * waiting(None)
