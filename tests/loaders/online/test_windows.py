@@ -454,7 +454,7 @@ def test_errors_in_one_line():
 
 
 def test_ranks_wait_less_for_attention_where_it_is_known():
-    """Groups of few long samples and of many short ones have as many tokens, and other attention."""
+    """Groups of few long samples have as many tokens as others, and more attention."""
     flops = replace(FlopsModel.of(load_model("tiny")), llm_flops_per_token=100_000)
 
     def waiting(known):
