@@ -33,11 +33,11 @@ class StepSource(Protocol):
     model: ModelPreset
     """Preset that the build was made for."""
     image_token_id: int
-    """Token that stands for an image feature."""
+    """Token of an image feature."""
     video_token_id: int | None
-    """Token that stands for a feature of a video; None for models without videos."""
+    """Token of a feature of a video; None for models without videos."""
     audio_token_id: int | None
-    """Token that stands for an audio feature; None without an audio encoder."""
+    """Token of an audio feature; None without an audio encoder."""
     vocab_size: int
     """Tokens of the build's tokenizer."""
 

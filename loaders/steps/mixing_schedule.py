@@ -112,7 +112,7 @@ class ScheduledSource(GroupSource["WeightedOrder"]):
 
     An epoch has as many groups as one pass over the builds of the largest weight at its beginning,
     and weight / largest of a pass over others. Its last step is full: it takes what it lacks from
-    the builds' next groups, with which the next epoch then goes on.
+    the builds' next groups, with which the next epoch then continues.
     """
 
     order = "mixed"
@@ -363,7 +363,7 @@ class WeightedOrder:
         shares = np.array(expected) // (UNIT // GROUP_UNIT)
         figures = figures_of(shares, sums, sizes, np.array([numbers.sum() for numbers in samples]))
         debt = np.array(owed) // (UNIT // GROUP_UNIT) - shares
-        # a pass that ends goes on with the next
+        # a pass that ends continues with the next
         available = np.where(np.array(expected) > 0, count, 0)
         counts = step_counts(figures, debt, available, (dp, micro_batches)).tolist()
         taken = [_NONE]
