@@ -49,7 +49,7 @@ class Located:
 
     def identity(self) -> dict[str, str]:
         """What decides the records of the same files; empty for most."""
-        decides = ("fields", "sampling")
+        decides = ("fields", "sampling", "subset", "aux")
         values = {key: repr(value) for key, value in self.options if key in decides}
         return values | ({} if self.columns is None else {"columns": repr(self.columns)})
 

@@ -19,7 +19,7 @@ from isobatch.models.folder.files import quiet_hub
 from isobatch.models.presets import DatasetPreset, load_dataset
 from isobatch.packer.sources.base import Located, Source, has_file
 from isobatch.packer.sources.columns import Columns, named_columns, require_columns
-from isobatch.packer.sources.detect import locate, open_located
+from isobatch.packer.sources.detect import choose_split, locate, open_located
 from isobatch.packer.sources.hub import parse_hub_id
 from isobatch.packer.sources.mixture import (
     is_meta,
@@ -32,6 +32,11 @@ from isobatch.packer.sources.mixture import (
     read_onevision,
 )
 from isobatch.packer.sources.sampling import Sampling, parse_sampling
+from isobatch.packer.sources.trainers.metadataset import (
+    is_metadataset,
+    read_metadataset,
+    split_of_place,
+)
 from isobatch.shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"
@@ -119,6 +124,8 @@ def _find(dataset: str, data_root: str | None, *, fetch: bool) -> Dataset:
         if is_mixture(dataset):
             return _mixture(dataset, data_root, fetch=fetch)
         return _preset(load_dataset(dataset), data_root, fetch=fetch)
+    if is_metadataset(dataset):
+        return _metadataset(dataset, data_root)
     if is_mixture(dataset) or is_meta(dataset) or is_onevision(dataset):
         return _mixture(dataset, data_root, fetch=fetch)
     located = locate(dataset, known=[DEMO, *preset_names("datasets")])
@@ -173,6 +180,22 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         hint = f"two of its datasets are named {twice!r}; give each a `name`"
         raise ConfigError(f"mixture {mixture.name}: {hint}")
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
+
+
+def _metadataset(place: str, data_root: str | None) -> Dataset:
+    """A mixture that a YAML file of Energon's describes."""
+    parts = [
+        Part(
+            name=one.name,
+            located=one.located,
+            data_root=data_root or one.data_root,
+            weight=one.weight,
+            repeat=one.repeat,
+        )
+        for one in read_metadataset(place, choose_split)
+    ]
+    name = PurePosixPath(split_of_place(place)[0]).stem
+    return Dataset(name=name, parts=tuple(_told_apart(parts, ())))
 
 
 def _sampled(located: Located, sampling: Sampling | None, mixture: str) -> Located:

@@ -15,6 +15,7 @@ from isobatch.packer.sources.hub import fetch_files, parse_hub_id
 from isobatch.packer.sources.json_source import AnnotationSource
 from isobatch.packer.sources.table_source import TableSource
 from isobatch.packer.sources.tar_source import TarSource
+from isobatch.packer.sources.trainers.auxiliary import AuxSource
 from isobatch.packer.sources.trainers.energon import is_energon, locate_energon
 from isobatch.packer.sources.trainers.llama_factory import (
     INFO_NAME,
@@ -22,6 +23,7 @@ from isobatch.packer.sources.trainers.llama_factory import (
     dataset_of,
     read_info,
 )
+from isobatch.packer.sources.trainers.mds import MdsSource, find_mds
 from isobatch.shards.folders import Folder, is_uri, join, open_folder, split
 from isobatch.shards.index import INDEX_NAME
 from isobatch.shards.manifest import MANIFEST_NAME
@@ -126,6 +128,9 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
         raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
     if is_energon(folder):
         return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
+    mds = find_mds(folder, wanted, lambda splits: choose_split(splits, wanted, place))
+    if mds is not None:
+        return mds
     if DICT_NAME in names or STATE_NAME in names:
         if DICT_NAME in names:
             splits = _listed(folder, DICT_NAME, "splits", str)
@@ -289,6 +294,9 @@ def choose_files(names: Sequence[str], wanted: str | None, where: str) -> tuple[
 def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
     kinds: dict[str, type[Source]] = {"annotations": AnnotationSource, "tar": TarSource}
-    kinds |= {"parquet": TableSource, "arrow": TableSource}
+    kinds |= {"parquet": TableSource, "arrow": TableSource, "mds": MdsSource}
     source = kinds.get(located.layout, DatasetsSource)(located, name, data_root)
-    return source if located.columns is None else RenamedSource(source, located.columns)
+    if located.columns is not None:
+        source = RenamedSource(source, located.columns)
+    aux = dict(located.options).get("aux")
+    return source if aux is None else AuxSource(source, aux)

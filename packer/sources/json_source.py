@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import IO, Any
 
 from isobatch.common.errors import DataError
@@ -20,6 +20,7 @@ from isobatch.counting.records.record import MOST_DEPTH, TOO_DEEP, Chunk, RawRec
 from isobatch.counting.records.schemas import CONTENT_KEYS
 from isobatch.packer.sources.base import OnBytes, Source, cut
 from isobatch.packer.sources.sampling import Sampling
+from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
@@ -39,14 +40,19 @@ class AnnotationSource(Source):
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
-        sampling: Sampling | None = dict(self.located.options).get("sampling")
-        if sampling is not None:
+        options = dict(self.located.options)
+        sampling: Sampling | None = options.get("sampling")
+        subset: Subset | None = options.get("subset")
+        if sampling is not None or subset is not None:
             total = sum(1 for name in self.located.names for _ in self._records(name))
-            chosen = sampling.chosen(total)
             records = chain.from_iterable(
                 self._records(name, on_bytes) for name in self.located.names
             )
-            yield from cut(compress(records, chosen), num_records)
+            if sampling is not None:
+                records = compress(records, sampling.chosen(total))
+            if subset is not None:
+                records = islice(records, *subset.borders(total, self.located.folder))
+            yield from cut(records, num_records)
             return
         for name in self.located.names:
             yield from cut(self._records(name, on_bytes), num_records)

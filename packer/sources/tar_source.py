@@ -25,6 +25,8 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import IO, Any
 
+import numpy as np
+
 from isobatch.common.errors import DataError
 from isobatch.counting.headers.content_kind import kind_of_content
 from isobatch.counting.records.media import Media
@@ -114,6 +116,8 @@ class TarChunk:
     """Keys of samples that are left out."""
     count: int | None = None
     """Samples of the whole tar, where its folder says it."""
+    borders: tuple[int, int] | None = None
+    """First sample of the tar that is read, and the one after the last; None: all."""
 
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order. A damaged place is one broken record, and ends the tar."""
@@ -127,7 +131,8 @@ class TarChunk:
             is_whole = True
             for position, sample in enumerate(samples, self.first):
                 number, is_whole = position + 1, is_whole and not sample.broken
-                if sample.key not in self.exclude:
+                first, last = self.borders or (0, number)
+                if sample.key not in self.exclude and first <= position < last:
                     yield self._record(sample, file, position)
             if self.end is None and is_whole and self.count not in (None, number):
                 raise DataError(
@@ -163,7 +168,11 @@ class TarSource(Source):
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         options = dict(self.located.options)
+        borders = self._borders(options)
         for place, info in enumerate(self.files()):
+            if borders and borders[place][0] >= borders[place][1]:
+                on_bytes(info.size)
+                continue
             excluded = [name.partition(f"{info.name}/") for name in options.get("exclude", ())]
             whole = TarChunk(
                 self.located.folder,
@@ -172,6 +181,7 @@ class TarSource(Source):
                 fields=options.get("fields"),
                 exclude=frozenset(key for before, _, key in excluded if not before and key),
                 count=options["counts"][place] if "counts" in options else None,
+                borders=borders[place] if borders else None,
             )
             if _is_compressed(info.name):
                 yield from cut(whole.records(), num_records)
@@ -181,6 +191,16 @@ class TarSource(Source):
                 on_bytes(info.size)
             else:
                 yield from self._cut(whole, num_records, info.size, on_bytes)
+
+    def _borders(self, options: dict[str, Any]) -> list[tuple[int, int]]:
+        """First sample and the one after the last that are read of each tar; empty: all of all."""
+        subset = options.get("subset")
+        if subset is None:
+            return []
+        ends = np.cumsum([0, *options["counts"]])
+        first, last = subset.borders(int(ends[-1]), self.located.folder)
+        inside = np.clip([first, last], ends[:-1, None], ends[1:, None]) - ends[:-1, None]
+        return [(start, end) for start, end in inside.tolist()]
 
     def _cut(
         self, whole: TarChunk, num_records: int, size: int, on_bytes: OnBytes

@@ -2,8 +2,9 @@
 
 As megatron-energon 7 reads them: `.nv-meta/split.yaml` has the shards of each split and what is
 left out of them, `.info.json` the number of samples in each, and `dataset.yaml` the kind of the
-samples with a `field_map`. Its other ways to make samples are the user's own code, which is not
-run: one line says so.
+samples with a `field_map`. Crude samples, which training code of the user cooks, are read by the
+suffixes of their members. A `sample_loader` is the user's own code, which is not run: one line says
+so.
 """
 
 import re
@@ -23,6 +24,8 @@ META = ".nv-meta"
 INFO_NAMES = (".info.json", ".info.yaml")
 SPLIT_NAMES = ("split.yaml", "split.json")
 DATASET_NAME = "dataset.yaml"
+INDEX_NAME = "index.sqlite"
+"""Where each member of the shards is, by the key of its sample and its suffix."""
 MOST_SHARDS = 1_000_000
 """Shards of a split at most, so that `{0..999999999}` is an error and not a full memory."""
 _UNREAD = frozenset(
@@ -115,22 +118,29 @@ def is_energon(folder: Folder) -> bool:
     return folder.has_folder(META) and any(has_file(folder, f"{META}/{name}") for name in names)
 
 
-def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str]) -> Located:
+def locate_energon(
+    folder: Folder,
+    place: str,
+    choose: Callable[[list[str]], str],
+    *,
+    dataset_config: str | None = None,
+    split_config: str | None = None,
+) -> Located:
     """The shards of a split, which `choose` selects, and how their members are read.
 
+    `dataset_config` and `split_config` are names of other files for dataset.yaml and split.yaml.
     ConfigError for samples that only code of the user makes; DataError for metadata that is not as
     `energon prepare` writes it.
     """
-    splits = _required(folder, SPLIT_NAMES)
+    split_names = SPLIT_NAMES if split_config is None else (split_config,)
+    splits = _required(folder, split_names)
     parts = splits.get("split_parts")
     excluded = splits.get("exclude") or []
-    where = join(folder.uri, f"{META}/{SPLIT_NAMES[0]}")
+    where = join(folder.uri, f"{META}/{split_names[0]}")
     if not isinstance(parts, dict) or not parts or not isinstance(excluded, list):
         raise DataError(f"{where}: no `split_parts` with the shards of each split")
     require_known(splits, {"split_parts", "exclude"}, where)
-    counts = _required(folder, INFO_NAMES).get("shard_counts")
-    if not isinstance(counts, dict):
-        raise DataError(f"{join(folder.uri, META)}/{INFO_NAMES[0]}: no `shard_counts`")
+    counts = shard_counts(folder)
     split = choose([str(name) for name in parts])
     left_out = frozenset(expanded(excluded, where))
     names = tuple(name for name in expanded(parts[split], where) if name not in left_out)
@@ -148,26 +158,42 @@ def locate_energon(folder: Folder, place: str, choose: Callable[[list[str]], str
         ("counts", tuple(counts[name] for name in names)),
         *((("exclude", samples),) if samples else ()),
     )
-    if has_file(folder, f"{META}/{DATASET_NAME}"):
-        fields, others = _described(folder, place)
-        options += (("fields", fields),)
-        unread += [(f"{key} of {DATASET_NAME}", example_of(value)) for key, value in others]
+    about = dataset_config or DATASET_NAME
+    if dataset_config is not None or has_file(folder, f"{META}/{about}"):
+        fields, others = _described(folder, place, about)
+        options += () if fields is None else (("fields", fields),)
+        unread += [(f"{key} of {about}", example_of(value)) for key, value in others]
     return Located("tar", place, names, options, unread=tuple(unread))
 
 
-def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, Any]]]:
-    """The `field_map` of dataset.yaml, and the keys there that nothing reads."""
-    path = join(folder.uri, f"{META}/{DATASET_NAME}")
-    values = _required(folder, (DATASET_NAME,))
+def shard_counts(folder: Folder) -> dict[str, Any]:
+    """Shard -> number of its samples, in Energon's order; DataError if nothing says it."""
+    counts = _required(folder, INFO_NAMES).get("shard_counts")
+    if not isinstance(counts, dict):
+        raise DataError(f"{join(folder.uri, META)}/{INFO_NAMES[0]}: no `shard_counts`")
+    return counts
+
+
+def _described(
+    folder: Folder, place: str, name: str
+) -> tuple[FieldMap | None, list[tuple[str, Any]]]:
+    """The `field_map` of the file `name`, None for crude samples, and keys that nothing reads."""
+    path = join(folder.uri, f"{META}/{name}")
+    values = _required(folder, (name,))
     require_known(values, DATASET_KEYS, path)
     class_name = values.get("sample_type", {"__class__": values.get("__class__", "")})
     if isinstance(class_name, dict):
         class_name = class_name.get("__class__", "")
     sample_type = re.sub("Webdataset$", "Sample", str(class_name).rpartition(".")[2])
     by_suffix = f"name its tars ({place}/NAME.tar) to read them by their suffixes"
-    if "sample_loader" in values or sample_type == "CrudeSample":
-        what = "a sample_loader" if "sample_loader" in values else "a cooker (CrudeWebdataset)"
-        raise ConfigError(f"{path}: its samples are made by {what}, code not run here; {by_suffix}")
+    if "sample_loader" in values:
+        made = "its samples are made by a sample_loader, code not run here"
+        raise ConfigError(f"{path}: {made}; {by_suffix}")
+    others = [(key, values[key]) for key in values if key in _UNREAD and values[key] is not None]
+    if sample_type == "CrudeSample":
+        if "part_filter" in values:
+            raise ConfigError(f"{path}: part_filter is not read; {by_suffix}")
+        return None, others
     if sample_type not in SAMPLE_TYPES:
         known = ", ".join(SAMPLE_TYPES)
         raise ConfigError(f"{path}: samples of the type {sample_type!r}; read are {known}")
@@ -180,7 +206,6 @@ def _described(folder: Folder, place: str) -> tuple[FieldMap, list[tuple[str, An
     if missing := [name for name in SAMPLE_TYPES[sample_type] if name not in optional]:
         raise ConfigError(f"{path}: the field_map has no {missing[0]}, which {sample_type} needs")
     paths = {str(field): _paths(text) for field, text in fields.items()}
-    others = [(key, values[key]) for key in values if key in _UNREAD and values[key] is not None]
     return FieldMap(sample_type, tuple(paths.items())), others
 
 

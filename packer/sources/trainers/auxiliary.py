@@ -1,0 +1,170 @@
+"""Files of records in other places: the `aux` of an Energon metadataset.
+
+Records name a file by the name of its member (`KEY.jpg`) in the shards of an auxiliary dataset, or
+by its path in a folder. Which user's code looks up which name nobody knows here, so a name under a
+key of media is looked up in all of them, in their order, shards first. The members are found
+through the SQLite index that `energon prepare` writes, so that no list of them is in memory.
+"""
+
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from isobatch.common.errors import DataError, first_line
+from isobatch.counting.records.media import FILE_KEYS, Media
+from isobatch.counting.records.places.marks import NUMBERED_KEYS
+from isobatch.counting.records.record import Chunk, RawRecord
+from isobatch.packer.sources.base import OnBytes, Source, has_file
+from isobatch.packer.sources.trainers.energon import INDEX_NAME, META, shard_counts
+from isobatch.shards.folders import is_uri, join, open_folder
+from isobatch.shards.local_folder import FileInfo
+
+MEDIA_KEYS = frozenset(
+    {*NUMBERED_KEYS, "image_url", "video_url", "audio_url", "input_image", "image_info"}
+    | {key for keys in FILE_KEYS.values() for key in keys}
+)
+"""Keys under which a text is the name of a file."""
+_ENTRY = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
+_QUERY = """
+SELECT samples.tar_file_id, parts.content_byte_offset, parts.content_byte_size
+FROM samples JOIN sample_parts AS parts
+ON parts.tar_file_id = samples.tar_file_id AND parts.sample_index = samples.sample_index
+WHERE samples.sample_key = ? AND parts.part_name = ?
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AuxPlace:
+    """An auxiliary dataset, or a folder of files."""
+
+    name: str
+    place: str = field(repr=False)
+    """Folder or URI; it is a path of this machine, so a build is not told apart by it."""
+    prefix: str
+    """Path from the data root to it, empty or with a slash at the end."""
+    is_files: bool
+
+
+class _Members:
+    """The members of a prepared dataset's shards, by name."""
+
+    def __init__(self, place: str, prefix: str) -> None:
+        folder = open_folder(place, follow_links=True)
+        self._where = join(place, f"{META}/{INDEX_NAME}")
+        self._shards = [prefix + name for name in shard_counts(folder)]
+        path = self._where
+        if is_uri(place):  # SQLite reads files only
+            self._copy = tempfile.NamedTemporaryFile(prefix="isobatch-", suffix=".sqlite")
+            with folder.open(f"{META}/{INDEX_NAME}") as source:
+                shutil.copyfileobj(source, self._copy, 1 << 20)
+            self._copy.flush()
+            path = self._copy.name
+        try:
+            # threads of a process ask one after the other
+            uri = f"file:{path}?mode=ro&immutable=1"
+            self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
+            self._index.execute(_QUERY, ("", ""))
+        except sqlite3.Error as error:
+            raise self._damaged(error) from None
+
+    def find(self, name: str) -> Media | None:
+        """A member by its full name; None if there is none."""
+        match = _ENTRY.fullmatch(name)
+        if match is None:
+            return None
+        try:
+            row = self._index.execute(_QUERY, match.groups()).fetchone()
+        except sqlite3.Error as error:
+            raise self._damaged(error) from None
+        if row is None:
+            return None
+        shard, offset, size = row
+        return Media(name, container=self._shards[shard], offset=offset, size=size)
+
+    def _damaged(self, error: sqlite3.Error) -> DataError:
+        again = "run `energon prepare` there again"
+        return DataError(f"{self._where}: cannot be read: {first_line(error)}; {again}")
+
+
+@lru_cache(maxsize=16)
+def _members(place: str, prefix: str) -> _Members:
+    return _Members(place, prefix)
+
+
+class _Files:
+    """All auxiliary places of a dataset."""
+
+    def __init__(self, places: tuple[AuxPlace, ...]) -> None:
+        self._members = [_members(one.place, one.prefix) for one in places if not one.is_files]
+        self._folders = [one for one in places if one.is_files]
+
+    def placed(self, value: Any, *, is_media: bool) -> Any:
+        """A value of a record with the files that it names in their places."""
+        if isinstance(value, Mapping):
+            return {
+                key: self.placed(item, is_media=is_media or key in MEDIA_KEYS)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self.placed(item, is_media=is_media) for item in value]
+        return (self._find(value) or value) if is_media and isinstance(value, str) else value
+
+    def _find(self, name: str) -> Media | None:
+        for members in self._members:
+            if media := members.find(name):
+                return media
+        for number, folder in enumerate(self._folders, 1):
+            # the last one is not asked: its reader says what is missing there
+            is_last = number == len(self._folders)
+            if is_last or has_file(open_folder(folder.place, follow_links=True), name):
+                return Media(folder.prefix + name)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AuxChunk:
+    """Records of a chunk, with the places of their files."""
+
+    chunk: Chunk
+    places: tuple[AuxPlace, ...]
+
+    def records(self) -> Iterator[RawRecord]:
+        """The records, in order."""
+        files = _Files(self.places)
+        for record in self.chunk.records():
+            yield replace(record, value=files.placed(record.value, is_media=False))
+
+
+class AuxSource(Source):
+    """Another source, whose records' files are in auxiliary places."""
+
+    def __init__(self, source: Source, places: tuple[AuxPlace, ...]) -> None:
+        """What is wrong with the source has been said."""
+        self._source, self._places = source, places
+        super().__init__(source.located, source.name, source.data_root)
+
+    def files(self) -> list[FileInfo]:
+        """Files of the source."""
+        return self._source.files()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Descriptions by the source."""
+        return self._source.describe()
+
+    def columns(self) -> set[str]:
+        """Columns of the source."""
+        return self._source.columns()
+
+    def unread_columns(self) -> dict[str, str]:
+        """Unread columns of the source."""
+        return self._source.unread_columns()
+
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+        """The chunks of the source; files are looked up where records are counted."""
+        for chunk in self._source.chunks(num_records, on_bytes):
+            yield AuxChunk(chunk, self._places)

@@ -1,0 +1,371 @@
+"""MosaicML's streaming datasets (MDS): an index of shards, also compressed ones.
+
+As mosaicml-streaming 0.13 writes them: `index.json` lists the shards with their columns, and a
+shard begins with its number of samples and where each is. Only columns that are read are; images,
+videos and sound stay where they are, as byte ranges, unless the shard is compressed. A column of
+the encoding `pkl` would run whatever code it names, so nothing here reads one.
+"""
+
+import bz2
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.common.types import IntArray
+from isobatch.counting.headers.content_kind import kind_of_content
+from isobatch.counting.records.media import FILE_KEYS, Media
+from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
+from isobatch.packer.sources.base import (
+    Located,
+    OnBytes,
+    Source,
+    examples,
+    has_file,
+    known_columns,
+    opened,
+    prefix_under,
+)
+from isobatch.shards.folders import Folder, join, open_folder
+
+INDEX_NAME = "index.json"
+VERSION = 2
+SPLITS = ("train", "val", "validation", "test", "eval", "dev")
+"""Folders that are splits of the folder around them."""
+CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}
+"""Compression of a shard -> its name in pyarrow."""
+MAX_REREADS = 8
+"""Times that a compressed shard is unpacked at most, each time for some of its samples."""
+FIRST_ROWS = 20
+"""Rows that are looked at for values of columns that nothing reads."""
+HEAD_BYTES = 192
+_UINT = np.dtype("<u4")
+_FILES = {"jpeg": "jpg", "png": "png", "bytes": "", "pil": "png"}
+"""Encoding of one file -> suffix of its name."""
+_LISTS = {"jpeg_array": "jpeg", "jpegarray": "jpeg"} | {
+    f"list[{name}]": name for name in ("jpeg", "png", "pil")
+}
+_SCALARS: dict[str, Callable[[bytes], Any]] = {
+    "str": lambda data: data.decode("utf-8", "surrogateescape"),
+    "int": lambda data: int(np.frombuffer(data, "<i8")[0]),
+    "str_int": lambda data: int(data),
+    "str_float": lambda data: float(data),
+    "str_decimal": lambda data: data.decode("ascii"),
+}
+_NUMBERS = frozenset(
+    {f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)}
+    | {"float16", "float32", "float64"}
+)
+_MEDIA_KEYS = frozenset(key for keys in FILE_KEYS.values() for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class MdsShard:
+    """A shard as the index has it."""
+
+    name: str
+    """Path of the file that is there, compressed or not."""
+    codec: str
+    """Its compression, a key of CODECS; empty without one."""
+    num_samples: int
+    num_bytes: int
+    """Size of the file."""
+    raw_bytes: int
+    """Size without compression."""
+    columns: tuple[tuple[str, str, int], ...]
+    """Name, encoding and fixed size (0 if it varies) of each column, in their order."""
+
+
+def find_mds(
+    folder: Folder, wanted: str | None, choose: Callable[[list[str]], str]
+) -> Located | None:
+    """The MDS dataset of a folder, or of the split in it that `choose` selects; None if none is.
+
+    Errors as of `locate_mds`, and ConfigError for a split of what has none.
+    """
+    if _is_index(folder):
+        if wanted is not None:
+            raise ConfigError(f"{folder.uri}: {INDEX_NAME} has no splits, so no {wanted!r}")
+        return locate_mds(folder)
+    names = dict.fromkeys((*SPLITS, *([wanted] if wanted else [])))
+    splits = [name for name in names if folder.has_folder(name) and _is_index(_inside(folder, name))]
+    return locate_mds(_inside(folder, choose(splits))) if splits else None
+
+
+def _inside(folder: Folder, name: str) -> Folder:
+    return open_folder(join(folder.uri, name), follow_links=True)
+
+
+def _is_index(folder: Folder) -> bool:
+    if not has_file(folder, INDEX_NAME):
+        return False
+    head = folder.read(INDEX_NAME, 0, 1 << 16).lstrip()
+    return head.startswith(b"{") and b'"shards"' in head and b'"format"' in head
+
+
+def locate_mds(folder: Folder) -> Located:
+    """The shards of an index. ConfigError for a format that is not read; DataError for damage."""
+    path = join(folder.uri, INDEX_NAME)
+    try:
+        values = json.loads(folder.read(INDEX_NAME))
+        entries = list(values["shards"])
+        shards = tuple(_shard(entry, folder, f"{path}, shard {n}") for n, entry in enumerate(entries))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"not as MDSWriter writes it ({first_line(error)})"
+        raise DataError(f"{path}: {what}; copy or write it again") from None
+    if not shards:
+        raise DataError(f"{path}: lists no shards")
+    names = tuple(shard.name for shard in shards)
+    return Located("mds", folder.uri, names, (("shards", shards),))
+
+
+def _shard(entry: dict[str, Any], folder: Folder, where: str) -> MdsShard:
+    if (entry["format"], entry["version"]) != ("mds", VERSION):
+        has = f"format {entry['format']!r}, version {entry['version']!r}"
+        raise ConfigError(f"{where}: {has}; read are shards of format 'mds', version {VERSION}")
+    codec = (entry["compression"] or "").partition(":")[0]
+    raw, packed = entry["raw_data"], entry["zip_data"]
+    if codec and codec not in CODECS:
+        raise ConfigError(f"{where}: compression {codec!r}; read are {', '.join(CODECS)}")
+    # a folder that a loader has read has unpacked shards
+    if codec and not (packed and has_file(folder, str(packed["basename"]))):
+        codec = ""
+    file = packed if codec else raw
+    triples = zip(
+        entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True
+    )
+    return MdsShard(
+        str(file["basename"]),
+        codec,
+        int(entry["samples"]),
+        int(file["bytes"]),
+        int(raw["bytes"]),
+        tuple((str(name), str(encoding), int(size or 0)) for name, encoding, size in triples),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MdsChunk:
+    """Successive samples of a shard."""
+
+    folder: str
+    shard: MdsShard
+    container: str
+    """Name of the shard under the data root."""
+    columns: tuple[str, ...]
+    first: int
+    last: int
+
+    def records(self) -> Iterator[RawRecord]:
+        """The samples, in order; DataError for a shard that is damaged, one by one for a sample."""
+        shard = self.shard
+        folder = open_folder(self.folder, follow_links=True)
+        with _opened_shard(folder, shard) as file:
+            borders = _borders(file, shard, self.container)
+            for row in range(self.first, self.last):
+                key = {"__key__": f"{shard.name}:{row}"}
+                try:
+                    value = self._record(file, row, *borders[row : row + 2].tolist())
+                except (ValueError, LookupError, OSError, RecursionError) as error:
+                    problem = f"{self.container}, sample {row}: {first_line(error)}"
+                    yield RawRecord(row, key, problem, "broken_member")
+                    continue
+                is_named = value.get("id") is not None or value.get("__key__") is not None
+                yield RawRecord(row, value if is_named else value | key)
+
+    def _record(self, file: IO[bytes], row: int, begin: int, end: int) -> dict[str, Any]:
+        """The columns that are read of a sample. ValueError if it is damaged."""
+        columns = self.shard.columns
+        file.seek(begin)
+        varying = sum(not size for _, _, size in columns)
+        sizes = iter(np.frombuffer(file.read(4 * varying), _UINT).tolist())
+        start, record = begin + 4 * varying, {}
+        for name, encoding, fixed in columns:
+            size = fixed or next(sizes, -1)
+            if size < 0 or start + size > end:
+                raise ValueError(f"its columns are longer than the sample, which has {end - begin}")
+            if name in self.columns:
+                place = _Place(file, f"{self.shard.name}/{row}/{name}", start, size, self)
+                key, value = _value(name, encoding, place)
+                record[key] = value
+            start += size
+        if start != end:
+            raise ValueError(f"its columns end {end - start} bytes before the sample does")
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value is in an open shard."""
+
+    file: IO[bytes]
+    name: str
+    start: int
+    size: int
+    chunk: MdsChunk
+
+    def read(self, size: int | None = None) -> bytes:
+        self.file.seek(self.start)
+        return self.file.read(self.size if size is None else min(size, self.size))
+
+    def media(self, suffix: str) -> Media:
+        """The file at this place; its content, if the shard is compressed."""
+        name = f"{self.name}.{suffix}" if suffix else self.name
+        if self.chunk.shard.codec:
+            return Media(name, data=self.read())
+        container = self.chunk.container
+        return Media(name, container=container, offset=self.start, size=self.size)
+
+
+def _value(name: str, encoding: str, place: _Place) -> tuple[str, Any]:
+    """Key and value of a column. One that no record is read from has a dot before its name."""
+    if encoding in _LISTS:
+        return name, _files(encoding, place)
+    if encoding in _FILES:
+        # what is no file by its name or content may be a text
+        if encoding == "bytes" and name not in _MEDIA_KEYS:
+            if kind_of_content(place.read(HEAD_BYTES)) is None:
+                return name, place.read().decode("utf-8", "surrogateescape")
+        return name, _file(encoding, place)
+    if encoding == "json":
+        value = json.loads(place.read())
+        if is_deep(value):
+            raise ValueError(f"{name}: {TOO_DEEP}")
+        return name, value
+    if encoding in _SCALARS:
+        return name, _SCALARS[encoding](place.read())
+    if encoding in _NUMBERS:
+        return name, np.frombuffer(place.read(), np.dtype(encoding).newbyteorder("<"))[0].item()
+    return f".{name}", f"{encoding}, {place.size:,} bytes"
+
+
+def _file(encoding: str, place: _Place) -> Media:
+    if encoding != "pil":
+        return place.media(_FILES[encoding])
+    return Media(f"{place.name}.png", data=_png(place.read()))
+
+
+def _files(encoding: str, place: _Place) -> list[Media]:
+    """The images of a list: how many, their sizes, their contents."""
+    inner = _LISTS[encoding]
+    skip = 4 if encoding.startswith("list") else 0  # four bytes for later versions
+    count = int(np.frombuffer(place.read(skip + 4)[skip:], _UINT)[0])
+    start = skip + 4 + 4 * count
+    sizes = np.frombuffer(place.read(start)[skip + 4 :], _UINT).tolist()
+    if len(sizes) != count or start + sum(sizes) != place.size:
+        raise ValueError(f"the list has not the {count} images that it says")
+    files = []
+    for number, size in enumerate(sizes):
+        name = f"{place.name}/{number}"
+        files.append(
+            _file(inner, _Place(place.file, name, place.start + start, size, place.chunk))
+        )
+        start += size
+    return files
+
+
+def _png(data: bytes) -> bytes:
+    """An image of raw pixels as PNG, without loss. ValueError for a mode that PNG has not."""
+    width, height, length = np.frombuffer(data[:12], _UINT).tolist()
+    mode = data[12 : 12 + length].decode("ascii")
+    image = Image.frombytes(mode, (width, height), data[12 + length :])
+    file = io.BytesIO()
+    image.save(file, format="PNG", compress_level=1)
+    return file.getvalue()
+
+
+# --- shards ---
+
+
+@contextmanager
+def _opened_shard(folder: Folder, shard: MdsShard) -> Iterator[IO[bytes]]:
+    """The samples of a shard, unpacked; DataError if it has not the size that the index says."""
+    where = join(folder.uri, shard.name)
+    with opened(folder, shard.name) as file:
+        if (size := file.seek(0, io.SEEK_END)) != shard.num_bytes:
+            said = f"{size:,} bytes, {INDEX_NAME} says {shard.num_bytes:,}"
+            raise DataError(f"{where}: {said}: it is cut short or another; copy it again")
+        file.seek(0)
+        if not shard.codec:
+            yield file
+            return
+        try:
+            unpacked = _unpacked(file.read(), shard)
+        except (ValueError, OSError, EOFError, zlib.error, pa.ArrowException) as error:
+            what = f"{shard.codec} cannot be unpacked ({first_line(error)})"
+            raise DataError(f"{where}: {what}; copy it again") from None
+        yield io.BytesIO(unpacked)
+
+
+def _unpacked(data: bytes, shard: MdsShard) -> bytes:
+    if shard.codec == "bz2":
+        content = bz2.decompress(data)
+    elif shard.codec == "gz":
+        content = zlib.decompress(data, zlib.MAX_WBITS | 16)
+    else:
+        codec = CODECS[shard.codec]
+        content = pa.decompress(data, shard.raw_bytes, codec=codec, asbytes=True)
+    if len(content) != shard.raw_bytes:
+        raise ValueError(f"{len(content):,} bytes, not {shard.raw_bytes:,}")
+    return content
+
+
+def _borders(file: IO[bytes], shard: MdsShard, where: str) -> IntArray:
+    """Where each sample begins and the last one ends, (samples + 1,); DataError if they do not."""
+    head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), _UINT).astype(np.int64)
+    borders = head[1:]
+    is_whole = len(borders) == shard.num_samples + 1 and head[0] == shard.num_samples
+    if not is_whole or borders[-1] != shard.raw_bytes or (np.diff(borders) < 0).any():
+        raise DataError(f"{where}: its table of samples does not fit {INDEX_NAME}; copy it again")
+    return borders
+
+
+class MdsSource(Source):
+    """Samples of MDS shards."""
+
+    def __init__(self, located: Located, name: str, data_root: str) -> None:
+        """ConfigError for shards outside the data root, unless their files come with records."""
+        super().__init__(located, name, data_root)
+        self._prefix = prefix_under(located.folder, data_root, "shards")
+        self._shards: Sequence[MdsShard] = dict(located.options)["shards"]
+
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+        """Ranges of samples; nothing is read here but the index."""
+        for shard in self._shards:
+            step = num_records
+            if shard.codec:
+                step = max(step, -(-shard.num_samples // MAX_REREADS))
+            for first in range(0, shard.num_samples, step):
+                yield self._chunk(shard, first, min(first + step, shard.num_samples))
+            on_bytes(shard.num_bytes)
+
+    def columns(self) -> set[str]:
+        """Columns of the first shard, also those that no record is read from."""
+        return {name for name, _, _ in self._shards[0].columns}
+
+    def unread_columns(self) -> dict[str, str]:
+        """Columns of the first shard that no record is read from, by its first rows."""
+        shard = self._shards[0]
+        known = self._chunk(shard, 0, 0).columns
+        unread = tuple(name for name, _, _ in shard.columns if name not in known)
+        chunk = MdsChunk(self.located.folder, shard, self._prefix + shard.name, unread, 0, 1)
+        rows = islice(chunk.records(), FIRST_ROWS) if unread and shard.num_samples else iter(())
+        values = examples(row.value for row in rows)
+        return {name: value for name, value in values.items() if name.removeprefix(".") in unread}
+
+    def _chunk(self, shard: MdsShard, first: int, last: int) -> MdsChunk:
+        where = join(self.located.folder, shard.name)
+        columns = known_columns([name for name, _, _ in shard.columns], where, self.located)
+        container = self._prefix + shard.name
+        return MdsChunk(self.located.folder, shard, container, columns, first, last)

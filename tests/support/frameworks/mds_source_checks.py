@@ -1,0 +1,170 @@
+"""MDS datasets by mosaicml-streaming, packed; `test_trainers_datasets.py` runs these in its
+environment.
+"""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import BalancedLoader
+from isobatch.packer.demo.dataset import demo_tokenizer_path
+from isobatch.shards.manifest import read_manifest
+from support.builds.packed import build, read_samples
+from support.builds.raw_data import good_records, write_dataset
+from support.frameworks.sharding_datasets import without_torchvision_operators
+
+without_torchvision_operators()
+from streaming import MDSWriter, StreamingDataset  # noqa: E402 - imports torchvision
+from streaming.base.util import clean_stale_shared_memory  # noqa: E402
+
+COLUMNS = {"id": "str", "conversations": "json", "images": "list[jpeg]"}
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    """Records of JSON with JPEG images, and their build."""
+    folder = tmp_path_factory.mktemp("raw")
+    rows = good_records(folder, 80)
+    for row in rows:
+        images = row.pop("image", [])
+        row["images"] = [images] if isinstance(images, str) else images
+        for number, name in enumerate(row["images"]):
+            path = folder / name
+            jpeg = path.with_suffix(".jpg")
+            Image.open(path).convert("RGB").save(jpeg, quality=70)
+            row["images"][number] = str(jpeg.relative_to(folder))
+    write_dataset(folder, rows)
+    build(folder, folder / "out")
+    return folder, rows
+
+
+def pictures(folder, row):
+    # opened by name, so that MDSWriter copies the files
+    return [Image.open(folder / name) for name in row["images"]]
+
+
+def write(raw, out, columns=COLUMNS, **options):
+    folder, rows = raw
+    with MDSWriter(out=str(out), columns=columns, size_limit="150kb", **options) as writer:
+        for row in rows:
+            writer.write({**row, "images": pictures(folder, row)})
+    return out
+
+
+def packed(place, out, **changes):
+    build(place, out, **changes)
+    return {row["sample_id"]: row for row in read_samples(out)}
+
+
+def theirs(place):
+    clean_stale_shared_memory()
+    return list(StreamingDataset(local=str(place), shuffle=False, batch_size=1))
+
+
+def same(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, row in ours.items():
+        for column in ("input_ids", "labels", "images", "image_widths", "image_heights"):
+            assert row[column] == expected[name][column], (name, column)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "zstd:7", "gz", "bz2", "br:5", "snappy"])
+def test_a_build_is_that_of_the_same_records_as_json(raw, tmp_path, compression):
+    place = write(raw, tmp_path / "mds", compression=compression, hashes=["xxh64"])
+    assert len(json.loads((place / "index.json").read_text())["shards"]) > 3
+    expected = {row["sample_id"]: row for row in read_samples(raw[0] / "out")}
+    same(packed(place, tmp_path / "ours", chunk_records=7), expected)
+    # and what the library gives: unpacked shards next to the packed ones, or in their place
+    for sample in theirs(place):
+        files = expected[sample["id"]]["images"]
+        assert len(sample["images"]) == len(files)
+        for image, file in zip(sample["images"], files, strict=True):
+            assert np.array_equal(np.array(image), np.array(Image.open(io.BytesIO(file))))
+    same(packed(place, tmp_path / "again"), expected)
+
+
+def test_the_loader_without_a_build_reads_them(raw, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = write(raw, tmp_path / "mds" / "train", compression="zstd")
+    options = {"model": "tiny", "tokenizer": str(demo_tokenizer_path()), "workers": 0}
+    found = {}
+    for dataset in (place.parent, raw[0] / "annotations.json"):
+        loader = BalancedLoader(str(dataset), **options, dp_rank=0, dp_world_size=1)
+        for step in loader:
+            for batch in step:
+                borders = batch.cu_seqlens.tolist()
+                for n, name in enumerate(batch.sample_ids):
+                    ids = batch.input_ids.ravel()[borders[n] : borders[n + 1]].tolist()
+                    found.setdefault(name, []).append(ids)
+        loader.close()
+    assert len(found) == len(raw[1])
+    assert all(len(ids) == 2 and ids[0] == ids[1] for ids in found.values())
+
+
+def test_encodings_are_read_and_what_is_not_is_named(tmp_path):
+    picture = Image.fromarray(np.arange(30 * 40 * 3, dtype=np.uint8).reshape(30, 40, 3))
+    png = io.BytesIO()
+    picture.save(png, format="PNG")
+    kinds = {
+        "pil": picture, "png": picture, "bytes": png.getvalue(),
+        "list[pil]": [picture], "list[png]": [picture],
+    }  # fmt: skip
+    for number, (encoding, image) in enumerate(kinds.items()):
+        columns = {"id": "int", "image": encoding, "question": "str", "answer": "bytes"}
+        columns |= {"tokens": "ndarray", "about": "pkl", "score": "float32", "source": "str"}
+        out = tmp_path / str(number)
+        with MDSWriter(out=str(out), columns=columns) as writer:
+            writer.write(
+                {"id": 7, "image": image, "question": "What?", "answer": b"A cat.", "score": 0.5}
+                | {"tokens": np.arange(3), "about": {"any": "thing"}, "source": "here"}
+            )
+        (row,) = packed(out, tmp_path / f"out{number}").values()
+        assert row["sample_id"] == "7"
+        found = Image.open(io.BytesIO(row["images"][0]))
+        assert np.array_equal(np.array(found), np.array(picture))
+        never = read_manifest(tmp_path / f"out{number}").values["never_read"]
+        (keys,) = never.values()
+        assert {key.removeprefix(".") for key in keys} == {"tokens", "about", "score"}
+
+
+def test_what_is_damaged_is_one_line(raw, tmp_path):
+    place = write(raw, tmp_path / "mds", compression="zstd")
+    shard = place / "shard.00001.mds.zstd"
+    whole = shard.read_bytes()
+    for number, (data, message) in enumerate(
+        [(whole[:-10], "cut short or another"), (b"\0" * 9 + whole[9:], "cannot be unpacked")]
+    ):
+        shard.write_bytes(data)
+        with pytest.raises(DataError, match=f"shard.00001.mds.zstd.*{message}"):
+            packed(place, tmp_path / f"out{number}")
+    shard.unlink()
+    with pytest.raises(DataError, match=r"shard.00001.mds.*No such file"):
+        packed(place, tmp_path / "out")
+    index = json.loads((place / "index.json").read_text())
+    index["shards"][0]["format"] = "xsv"
+    (place / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="format 'xsv', version 2; read are shards of format"):
+        packed(place, tmp_path / "out")
+
+
+def test_a_damaged_sample_is_rejected_and_the_others_are_read(raw, tmp_path):
+    place = write(raw, tmp_path / "mds")
+    shard = place / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    begin = int.from_bytes(data[4:8], "little")
+    data[begin : begin + 4] = b"\xff\xff\xff\x7f"
+    shard.write_bytes(data)
+    assert len(packed(place, tmp_path / "out")) == len(raw[1]) - 1
+
+
+def test_splits_are_folders(raw, tmp_path):
+    for split in ("train", "val"):
+        write(raw, tmp_path / "mds" / split)
+    expected = {row["sample_id"]: row for row in read_samples(raw[0] / "out")}
+    same(packed(f"{tmp_path / 'mds'}@val", tmp_path / "out"), expected)
+    with pytest.raises(ConfigError, match="has the splits train, val, and no 'best'"):
+        packed(f"{tmp_path / 'mds'}@best", tmp_path / "no")
