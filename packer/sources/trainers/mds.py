@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
 from isobatch.common.types import IntArray
 from isobatch.counting.headers.content_kind import kind_of_content
 from isobatch.counting.records.media import FILE_KEYS, Media
@@ -118,7 +118,11 @@ def locate_mds(folder: Folder) -> Located:
     try:
         values = json.loads(folder.read(INDEX_NAME))
         entries = list(values["shards"])
-        shards = tuple(_shard(entry, folder, f"{path}, shard {n}") for n, entry in enumerate(entries))
+        shards = tuple(
+            _shard(entry, folder, f"{path}, shard {number}") for number, entry in enumerate(entries)
+        )
+    except IsobatchError:
+        raise
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
