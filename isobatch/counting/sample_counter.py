@@ -17,6 +17,7 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 
+from isobatch.common.errors import ConfigError
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.counting._file_counter import CountedFile, FileCounter
 from isobatch.counting.headers.image_header import warnings_about
@@ -30,9 +31,11 @@ from isobatch.counting.records.reject_reasons import Rejected
 from isobatch.counting.records.schemas import parse_records
 from isobatch.counting.records.user_map import load_map
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
+from isobatch.counting.text.stored_tokens import StoredTokens, one_per_run
 from isobatch.models.image_rules.native import NativeRule
-from isobatch.models.presets import MediaMarkup, ModelPreset
+from isobatch.models.presets import MediaMarkup, ModelPreset, model_to_dict
 from isobatch.shards.folders import Folder, open_folder, readers
+from isobatch.shards.manifest import hash_json
 from isobatch.shards.stored_group import EXTRAS, FRAMES
 
 _INTS = pa.list_(pa.int32())
@@ -178,6 +181,7 @@ class SampleCounter:
         self._may_ask = isinstance(model.vision, NativeRule)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)
+        self._model_hash = hash_json(model_to_dict(model))
 
     @_collecting_later()
     def count(self, records: Iterable[RawRecord], source: str, root: str, name: str) -> Counted:
@@ -254,6 +258,47 @@ class SampleCounter:
         return sample, images, videos, audios
 
     def _encode(self, samples: list[_Usable]) -> list[EncodedText | TextRejected]:
+        """The tokens of each: those of a build, or of its turns."""
+        texts = iter(self._tokenised([one for one in samples if one[0].stored is None]))
+        return [
+            next(texts) if one[0].stored is None else self._of_build(one, one[0].stored)
+            for one in samples
+        ]
+
+    def _of_build(self, usable: _Usable, stored: StoredTokens) -> EncodedText | TextRejected:
+        """Tokens of a build, by the runs that its files have. ConfigError for those of another
+        model or tokenizer.
+        """
+        tokenizer = self.tokenizer
+        for is_same, option in (
+            (stored.model == self._model_hash, "--model"),
+            (stored.tokenizer == tokenizer.hash, "--tokenizer and --chat-template"),
+        ):
+            if not is_same:
+                asks = f"its tokens are packed again as they are: give its own {option}"
+                raise ConfigError(f"{stored.place} was packed with another one; {asks}")
+        _, images, videos, audios = usable
+        both = _in_order(images, videos, stored.videos_at)
+        visual = np.array([tokenizer.image_token_id, tokenizer.video_token_id or -1])
+        sound = np.array([-1 if tokenizer.audio_token_id is None else tokenizer.audio_token_id])
+        clips = [int(audio.numbers["tokens"]) for audio in audios]
+        try:
+            ids, spans = one_per_run(
+                stored.input_ids, stored.labels, [(visual, _runs(both)), (sound, clips)]
+            )
+        except ValueError as error:
+            return TextRejected("media_changed", f"{stored.place}: {error}")
+        return EncodedText(
+            input_ids=ids,
+            loss_spans=spans,
+            num_images=len(images),
+            num_audios=len(audios),
+            num_loss_tokens=int(np.diff(spans).sum()),
+            num_videos=len(videos),
+            videos_at=stored.videos_at,
+        )
+
+    def _tokenised(self, samples: list[_Usable]) -> list[EncodedText | TextRejected]:
         turns = [sample.turns for sample, *_ in samples]
         if not self.tokenizer.takes_markups:
             return self.tokenizer.encode_batch(turns)
@@ -283,10 +328,8 @@ class SampleCounter:
             if num_rendered[kind] < meant:
                 detail = f"it renders {num_rendered[kind]} of {meant} {kind} files"
                 return _reject(sample, "chat_template", detail)
-        following = iter(images)
-        at = dict(zip(text.videos_at, videos, strict=True))
-        both = [at[i] if i in at else next(following) for i in range(len(images) + len(videos))]
-        runs = [run for file in both if file.plan for run in file.plan.runs]
+        both = _in_order(images, videos, text.videos_at)
+        runs = _runs(both)
         return {
             "sample_id": sample.sample_id,
             "source": sample.source,
@@ -325,6 +368,20 @@ def _unread(sample: RawSample, text: EncodedText, *, may_ask: bool) -> Sequence[
         path = key if key == "tools" else f"{sample.turns_path}.{key}"
         unread.append((path, example_of(json.loads(sample.turns[turn].more).get(key))))
     return unread
+
+
+def _in_order(
+    images: list[CountedFile], videos: list[CountedFile], videos_at: Sequence[int]
+) -> list[CountedFile]:
+    """Images and videos in the order of the text."""
+    following = iter(images)
+    at = dict(zip(videos_at, videos, strict=True))
+    return [at[i] if i in at else next(following) for i in range(len(images) + len(videos))]
+
+
+def _runs(files: list[CountedFile]) -> list[int]:
+    """Tokens of each run of images and videos."""
+    return [run for file in files if file.plan for run in file.plan.runs]
 
 
 def _size(image: CountedFile) -> ImageSize:

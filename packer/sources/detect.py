@@ -9,6 +9,7 @@ from typing import Any
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.packer.sources.base import Located, Source
+from isobatch.packer.sources.build_source import BuildSource, locate_build
 from isobatch.packer.sources.columns import RenamedSource
 from isobatch.packer.sources.datasets_source import DatasetsSource, find_files
 from isobatch.packer.sources.hub import fetch_files, parse_hub_id
@@ -125,7 +126,7 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
     if MANIFEST_NAME in names and INDEX_NAME in names:
-        raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
+        return locate_build(place, wanted)
     if is_energon(folder):
         return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
     mds = find_mds(folder, wanted, lambda splits: choose_split(splits, wanted, place))
@@ -295,6 +296,7 @@ def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
     kinds: dict[str, type[Source]] = {"annotations": AnnotationSource, "tar": TarSource}
     kinds |= {"parquet": TableSource, "arrow": TableSource, "mds": MdsSource}
+    kinds["build"] = BuildSource
     source = kinds.get(located.layout, DatasetsSource)(located, name, data_root)
     if located.columns is not None:
         source = RenamedSource(source, located.columns)

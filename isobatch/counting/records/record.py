@@ -12,10 +12,13 @@ from typing import Any, Protocol
 from isobatch.counting.records.fields import Unread
 from isobatch.counting.records.media import Media
 from isobatch.counting.records.places.grounding import Objects
+from isobatch.counting.text.stored_tokens import StoredTokens
 from isobatch.counting.text.turn import Turn
 
 MOST_DEPTH = 200
 """Nesting of a record at most: it is sent to other processes, some frames of the stack a level."""
+STORED = "__tokens__"
+"""Key of the `StoredTokens` in a record of a build."""
 TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 
 
@@ -46,6 +49,8 @@ class Content:
     """Path of the turns in the record, such as `messages[]`."""
     objects: Objects | None = None
     """What the texts' `<ref-object>` and `<bbox>` mean, until the images' sizes are known."""
+    stored: StoredTokens | None = None
+    """Tokens of a sample of a build, which has no turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class RawSample:
     videos: tuple[Media, ...] = ()
     objects: Objects | None = None
     """Objects as of `Content`."""
+    stored: StoredTokens | None = None
+    """Tokens as of `Content`."""
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
     turns_path: str = field(default="", compare=False)

@@ -38,9 +38,17 @@ from isobatch.counting.records.places.marks import (
     record_files,
 )
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
-from isobatch.counting.records.record import TOO_DEEP, Content, RawRecord, RawSample, is_deep
+from isobatch.counting.records.record import (
+    STORED,
+    TOO_DEEP,
+    Content,
+    RawRecord,
+    RawSample,
+    is_deep,
+)
 from isobatch.counting.records.reject_reasons import Rejected
 from isobatch.counting.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
+from isobatch.counting.text.stored_tokens import StoredTokens
 
 _Places = list[Media | None]
 """Files of parts of messages; None where a part only marks a place."""
@@ -132,14 +140,18 @@ def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> Raw
     """The sample in a record of one answer."""
     try:
         content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
+        turns = content.turns
+        if content.stored is None:
+            turns = record_learned(record, turns, reading.keep_columns)
         return RawSample(
             sample_id=sample_id,
             source=source,
-            turns=record_learned(record, content.turns, reading.keep_columns),
+            turns=turns,
             images=content.images,
             audios=content.audios,
             videos=content.videos,
             objects=content.objects,
+            stored=content.stored,
             turns_path=content.turns_path,
             unread=tuple(pair for pair in record.unread() if pair[0] not in reading.keep_columns),
         )
@@ -459,6 +471,12 @@ def _document(text: str, files: Mapping[str, Sequence[Media]]) -> Content:
     return _content_of((Turn(DOCUMENT, text),), files)
 
 
+def _stored(record: Fields, _reading: Reading) -> Content:
+    """A sample of a build: its tokens, with as many files as they have runs for."""
+    images, videos, audios = (tuple(record[f"{kind}s"]) for kind in MARKERS)
+    return Content((), images, audios, videos, stored=record[STORED])
+
+
 # --- the schema of a record ---
 
 
@@ -477,6 +495,7 @@ def _is_captioned(record: Fields) -> bool:
 
 
 _SCHEMAS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields, Reading], Content]], ...] = (
+    (lambda record: isinstance(record.peek(STORED), StoredTokens), _stored),
     (lambda record: _has_any(record, *TURN_KEYS), _conversation),
     (lambda record: isinstance(record.peek(OTHER_TURNS_KEY), list | str), _single_key),
     (lambda record: _has(record, "text_list"), _mmc4),

@@ -15,6 +15,7 @@ from typing import Any
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.fields import example_of
 from isobatch.packer.sources.base import Located, has_file, prefix_under, require_known
+from isobatch.packer.sources.build_source import locate_build
 from isobatch.packer.sources.trainers.auxiliary import AuxPlace
 from isobatch.packer.sources.trainers.energon import (
     INFO_NAMES,
@@ -24,6 +25,7 @@ from isobatch.packer.sources.trainers.energon import (
 )
 from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import is_uri, join, open_folder, split
+from isobatch.shards.manifest import MANIFEST_NAME
 
 Choose = Callable[[Sequence[str], str | None, str], str]
 """Chooses of splits the wanted one; the text names the file."""
@@ -197,6 +199,8 @@ def _reference(
         return
     located = _located(place, wanted, entry, where, choose)
     if share.subset is not None:
+        if located.layout == "build":
+            raise ConfigError(f"{where}: a subset of a build, which is not read; take all of it")
         located = replace(located, options=(*located.options, ("subset", share.subset)))
     unread = [(key, example_of(value)) for key, value in share.unread]
     located = replace(located, unread=(*located.unread, *unread))
@@ -218,6 +222,8 @@ def _located(
             raise DataError(f"{where}: no file {place}")
         return Located("annotations", folder, (name,))
     folder = open_folder(place, follow_links=True)
+    if has_file(folder, MANIFEST_NAME):
+        return locate_build(place, None if wanted == "train" else wanted)
     if not any(has_file(folder, f"{META}/{name}") for name in INFO_NAMES):
         raise DataError(f"{where}: {place} is no dataset that `energon prepare` has prepared")
     return locate_energon(

@@ -75,11 +75,7 @@ def test_a_file_is_read_as_what_its_name_says(tmp_path, name):
         (["a.json", "b.json"], ConfigError, "2 annotation files"),
         (["mix558k.json", "mix665k.json"], ConfigError, "2 annotation files"),
         (["a.parquet", "b.tar"], ConfigError, "several layouts"),
-        (
-            ["manifest.json", "index.arrow", "counts.parquet"],
-            ConfigError,
-            "finished build, not raw data",
-        ),
+        (["manifest.json", "index.arrow"], DataError, "manifest.json: not a manifest"),
         (
             ["test.parquet", "validation.parquet"],
             ConfigError,

@@ -15,28 +15,9 @@ from isobatch.counting.records.record import RawSample
 from isobatch.counting.records.schemas import parse_record
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.trainers.energon import _paths
-from support.builds.layouts import write_tar
+from support.builds.layouts import CRUDE, JPEG, pair, write_prepared
 
-JPEG = b"\xff\xd8\xff\xe0" + b"pixels" * 50
 VQA = {"image": "jpg", "context": "json[q]", "answers": "json[a]"}
-
-
-def write_folder(folder, shards, *, split=None, counts=None, about=None, yaml_info=False):
-    """A prepared folder; `shards`: name -> samples (key, members by suffix)."""
-    for name, given in shards.items():
-        members = [(f"{key}.{end}", data) for key, ends in given for end, data in ends.items()]
-        write_tar(folder / name, members)
-    meta = folder / ".nv-meta"
-    meta.mkdir()
-    info = {"energon_version": "7.4.1"}
-    info["shard_counts"] = counts or {name: len(given) for name, given in shards.items()}
-    text = yaml.safe_dump(info) if yaml_info else json.dumps(info)
-    (meta / (".info.yaml" if yaml_info else ".info.json")).write_text(text)
-    split = split or {"split_parts": {"train": list(shards), "val": [], "test": []}}
-    (meta / "split.yaml").write_text(yaml.safe_dump(split))
-    if about is not None:
-        (meta / "dataset.yaml").write_text(yaml.safe_dump(about))
-    return folder
 
 
 def typed(name, **fields):
@@ -54,10 +35,6 @@ def samples(place, **changes):
     return [parse_record(record, "set") for chunk in chunks for record in chunk.records()]
 
 
-def pair(key, caption="A cat."):
-    return key, {"jpg": JPEG, "txt": caption.encode(), "json": b'{"alt": "Another."}'}
-
-
 @pytest.mark.parametrize("yaml_info", [False, True])
 def test_the_split_is_read_and_what_it_leaves_out_is_not(tmp_path, yaml_info):
     shards = {f"s{n}.tar": [pair(f"{n}_{k}") for k in range(3)] for n in range(5)}
@@ -66,7 +43,7 @@ def test_the_split_is_read_and_what_it_leaves_out_is_not(tmp_path, yaml_info):
         "exclude": ["s1.tar", "s2.tar/2_1"],
     }
     about = typed("CaptioningSample", image="jpg", caption="txt")
-    place = write_folder(tmp_path / "set", shards, split=split, yaml_info=yaml_info, about=about)
+    place = write_prepared(tmp_path / "set", shards, split=split, yaml_info=yaml_info, about=about)
     found = {
         name: [sample.sample_id for sample in samples(f"{place}{name}")]
         for name in ("", "@train", "@val", "@test")
@@ -114,7 +91,7 @@ def test_fields_of_a_sample_type_come_from_the_members_of_the_field_map(
 ):
     ends = {"jpg": JPEG, "mp4": b"\0\0\0\x20ftypisom", "txt": b"words"}
     ends |= {"json": json.dumps(ABOUT).encode(), "npy": b"1234"}
-    place = write_folder(tmp_path / "set", {"0.tar": [("a", ends)]}, about=about)
+    place = write_prepared(tmp_path / "set", {"0.tar": [("a", ends)]}, about=about)
     (sample,) = samples(place)
     assert isinstance(sample, RawSample), sample
     assert [turn.text for turn in sample.turns] == [first, *([answer] if answer else [])]
@@ -125,13 +102,21 @@ def test_fields_of_a_sample_type_come_from_the_members_of_the_field_map(
 
 
 def test_without_a_field_map_members_are_read_by_their_suffixes(tmp_path):
-    place = write_folder(tmp_path / "set", {"0.tar": [pair("a")]})
+    place = write_prepared(tmp_path / "set", {"0.tar": [pair("a")]})
     assert samples(place)[0].turns[0].text == "<image>A cat."
+
+
+def test_crude_samples_are_read_by_their_suffixes_and_subflavors_are_reported(tmp_path):
+    about = {**CRUDE, "subflavors": {"kind": "web"}}
+    place = write_prepared(tmp_path / "set", {"0.tar": [pair("a")]}, about=about)
+    assert samples(place)[0].turns[0].text == "<image>A cat."
+    unread = locate(str(place), known=[]).unread
+    assert dict(unread) == {"subflavors of dataset.yaml": '{"kind": "web"}'}
 
 
 def test_a_sample_without_a_mapped_member_is_rejected(tmp_path):
     about = typed("CaptioningSample", image="jpg", caption="json[text][0]")
-    place = write_folder(tmp_path / "set", {"0.tar": [pair("a")]}, about=about)
+    place = write_prepared(tmp_path / "set", {"0.tar": [pair("a")]}, about=about)
     (sample,) = samples(place)
     assert (sample.reason, sample.detail.partition(": ")[2]) == (
         "broken_member",
@@ -139,7 +124,6 @@ def test_a_sample_without_a_mapped_member_is_rejected(tmp_path):
     )
 
 
-CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 LOADER = {
     **typed("VQASample"),
     "sample_loader": "sample_loader.py:sample_loader",
@@ -151,7 +135,7 @@ del LOADER["field_map"]
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        (CRUDE, "made by a cooker .*, code not run here; name its tars"),
+        ({**CRUDE, "part_filter": "jpg"}, "part_filter is not read; name its tars"),
         (LOADER, "made by a sample_loader, code not run here; name its tars"),
         (typed("ImageSample", image="jpg"), "type 'ImageSample'; read are CaptioningSample, "),
         (typed("CaptioningSample", image="jpg"), "field_map has no caption, which Captioning"),
@@ -161,7 +145,7 @@ del LOADER["field_map"]
     ],
 )
 def test_samples_that_only_code_makes_are_one_line(tmp_path, about, message):
-    place = write_folder(tmp_path / "set", {"0.tar": [pair("a")]}, about=about)
+    place = write_prepared(tmp_path / "set", {"0.tar": [pair("a")]}, about=about)
     with pytest.raises(ConfigError, match=message):
         samples(place)
 
@@ -178,14 +162,14 @@ def test_samples_that_only_code_makes_are_one_line(tmp_path, about, message):
     ],
 )
 def test_metadata_that_do_not_fit_are_one_line(tmp_path, options, message):
-    place = write_folder(tmp_path / "set", {"0.tar": [pair("a")]}, **options)
+    place = write_prepared(tmp_path / "set", {"0.tar": [pair("a")]}, **options)
     with pytest.raises(DataError, match=message):
         samples(place)
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1", "!!python/object:os.system {}"])
 def test_a_damaged_split_is_named(tmp_path, content):
-    place = write_folder(tmp_path / "set", {"0.tar": [pair("a")]})
+    place = write_prepared(tmp_path / "set", {"0.tar": [pair("a")]})
     (place / ".nv-meta" / "split.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"split\.yaml: "):
         samples(place)
@@ -206,6 +190,6 @@ def test_field_maps_split_as_energon_splits_them():
 def test_the_number_of_samples_that_the_split_leaves_out_is_said(tmp_path, exclude, said):
     shards = {f"s{n}.tar": [pair(f"{n}_{k}") for k in range(3)] for n in range(4)}
     split = {"split_parts": {"train": ["s{0..2}.tar"], "val": ["s3.tar"]}, "exclude": exclude}
-    place = write_folder(tmp_path / "set", shards, split=split)
+    place = write_prepared(tmp_path / "set", shards, split=split)
     found = dict(locate(str(place), known=[]).unread)
     assert found == ({} if said is None else {"exclude of split.yaml": said})

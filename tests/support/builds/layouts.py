@@ -5,6 +5,7 @@ import json
 import tarfile
 
 import pyarrow as pa
+import yaml
 
 CONVERSATION = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -61,3 +62,29 @@ def write_tar(path, members, **options):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(tar_bytes(members, **options))
     return path
+
+
+JPEG = b"\xff\xd8\xff\xe0" + b"pixels" * 50
+CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+
+
+def write_prepared(folder, shards, *, split=None, counts=None, about=None, yaml_info=False):
+    """A folder as `energon prepare` leaves it; `shards`: name -> samples (key, members by suffix)."""
+    for name, given in shards.items():
+        members = [(f"{key}.{end}", data) for key, ends in given for end, data in ends.items()]
+        write_tar(folder / name, members)
+    meta = folder / ".nv-meta"
+    meta.mkdir()
+    info = {"energon_version": "7.4.1"}
+    info["shard_counts"] = counts or {name: len(given) for name, given in shards.items()}
+    text = yaml.safe_dump(info) if yaml_info else json.dumps(info)
+    (meta / (".info.yaml" if yaml_info else ".info.json")).write_text(text)
+    split = split or {"split_parts": {"train": list(shards), "val": [], "test": []}}
+    (meta / "split.yaml").write_text(yaml.safe_dump(split))
+    if about is not None:
+        (meta / "dataset.yaml").write_text(yaml.safe_dump(about))
+    return folder
+
+
+def pair(key, caption="A cat."):
+    return key, {"jpg": JPEG, "txt": caption.encode(), "json": b'{"alt": "Another."}'}

@@ -35,6 +35,7 @@ from isobatch.loaders import BalancedLoader
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.sources.dataset import find_dataset
 from isobatch.shards.manifest import read_manifest
+from isobatch.shards.tables import read_table
 from support.builds.packed import build, read_samples
 from support.builds.raw_data import write_image
 
@@ -209,7 +210,7 @@ def test_each_kind_is_packed_as_the_same_records_of_json(images, tmp_path, kind)
         cook = cook_crude if kind == "crude" else None
         theirs = [sample.__key__.rpartition("/")[2] for sample in energon_keys(place, split, cook)]
         assert sorted(ours) == sorted(theirs)
-        seen.update(ours)
+        seen.update(ours.keys())
         (never,) = read_manifest(out).values["never_read"].values()
         assert never["subflavors of dataset.yaml"][1] == '{"from": "web"}'
     assert set(seen.values()) == {1}
@@ -285,12 +286,14 @@ def test_a_blend_is_packed_by_its_weights(data, tmp_path):
     blend = [{"path": "captioning", "weight": 3}, {"path": "crude", "weight": 1}]
     place = write_yaml(data / "shares.yaml", {"train": {"blend": blend}})
     build(place, tmp_path / "out")
-    sources = Counter(row["sample_id"] for row in read_samples(tmp_path / "out"))
-    totals = read_manifest(tmp_path / "out").values["totals"]
-    # as many as there are without repeating any: 21 of each are in the split `train`
-    assert totals["num_packed"] == sum(sources.values())
-    parts = read_manifest(tmp_path / "out").values["sources"]
-    assert [part["weight"] for part in parts] == [0.75, 0.25]
+    train = find_dataset(f"{data / 'crude'}", None).parts[0].located
+    each = sum(dict(train.options)["counts"])
+    rejected = read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
+    drawn = round(each / 3)  # as many as there are at 3 to 1 without repeating any
+    assert read_manifest(tmp_path / "out").values["totals"]["num_packed"] == each + drawn
+    assert Counter((row["source"], row["reason"]) for row in rejected) == {
+        ("crude", "not_drawn"): each - drawn
+    }
 
 
 def test_repetitions_and_subsets_are_those_that_energon_reads(data, tmp_path):

@@ -1,0 +1,36 @@
+"""Datasets of Energon and of MosaicML, written and read by their own code, and packed.
+
+Each in an environment of its own, kept in pytest's cache, so not by default:
+
+    pytest -m other_trainers tests/packer/sources/test_trainers_datasets.py
+"""
+
+import subprocess
+
+import pytest
+
+from support import ROOT, TESTS, child_env
+from support.frameworks.environments import python_of
+
+pytestmark = [pytest.mark.other_trainers, pytest.mark.timeout(1800)]
+RUN_S = 900
+
+
+@pytest.mark.parametrize(
+    ("environment", "checks"),
+    [("energon", "energon_source_checks.py"), ("sharding", "mds_source_checks.py")],
+)
+def test_what_they_write_is_packed_as_they_read_it(pytestconfig, tmp_path, environment, checks):
+    python = python_of(environment, pytestconfig.cache.mkdir("frameworks"))
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'checks'}", TESTS / "support" / "frameworks" / checks],
+        cwd=ROOT,
+        env=child_env(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=RUN_S,
+    )
+    assert not done.returncode, done.stdout[-6000:]
+    assert " passed" in done.stdout
