@@ -28,8 +28,10 @@ from isobatch.loaders import StreamingLoader, model_inputs
 from isobatch.loaders.integrations.energon import PackedTaskEncoder
 from isobatch.shards.manifest import read_manifest
 from support import ROOT
+from support.builds.audio_build import MAX_SEQ_LEN, build_heard
 from support.builds.packed import build, read_index
 from support.builds.raw_data import good_records, write_dataset
+from support.builds.remote_builds import upload, use
 from support.clips import make_clip
 from support.models.saved_videos import save_video_folder
 
@@ -170,6 +172,61 @@ def test_tensors_are_those_of_our_loader(built, videos):
                 same(getattr(sample.micro_batch, name), getattr(batch, name))
             assert sample.micro_batch.loss_normalizer == pytest.approx(batch.loss_normalizer)
         assert not ours
+
+
+AUDIO = ("audio_values", "audio_lengths", "audio_frames", "input_ids", "labels")
+
+
+def test_sounds_are_those_of_our_loader(tmp_path):
+    build_heard(tmp_path)
+    place = tmp_path / "out"
+    build(tmp_path, place, model="tiny_audio", format="energon", max_seq_len=MAX_SEQ_LEN)
+    ours = {}
+    for step in StreamingLoader(place, workers=0):
+        ours |= {batch.sample_ids: batch for batch in step}
+    assert any(batch.audio_lengths is not None and len(batch.audio_lengths) for batch in ours.values())
+    for workers in (0, 1):
+        samples = list(loader(place, workers=workers))
+        assert len(samples) == len(ours)
+        for sample in samples:
+            for name in AUDIO:
+                batch = ours[sample.micro_batch.sample_ids]
+                same(getattr(sample.micro_batch, name), getattr(batch, name))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_build_in_s3_is_read_through_energons_client(built, s3, tmp_path, monkeypatch, workers):
+    use(monkeypatch, s3)
+    uri = upload(s3, built / "energon", f"{tmp_path.name}/packed")
+    keys = {"access_key": s3.access_key, "secret_key": s3.secret_key}
+    profile = {
+        "storage_provider": {
+            "type": "s3",
+            "options": {
+                "base_path": s3.bucket, "endpoint_url": s3.endpoint, "region_name": "us-east-1",
+            },
+        },
+        "credentials_provider": {"type": "S3Credentials", "options": keys},
+    }  # fmt: skip
+    config = tmp_path / "msc.yaml"
+    config.write_text(yaml.safe_dump({"profiles": {"bucket": profile}}))
+    monkeypatch.setenv("MSC_CONFIG", str(config))
+    place, steps = f"msc://bucket/{tmp_path.name}/packed", our_steps(built / "energon", 2)
+    for rank in range(2):
+        stream = loader(
+            place, rank=rank, ranks=2, workers=workers, encoder=PackedTaskEncoder(uri)
+        )
+        assert list(map(group_of, stream)) == [g for g in steps[:, rank] if g >= 0]
+    stored = loader(
+        place,
+        workers=workers,
+        dataset_config="stored_order.yaml",
+        encoder=PackedTaskEncoder(uri),
+    )
+    assert len(list(stored)) == read_manifest(built / "energon").num_groups
+    state = stored.save_state_rank()
+    assert state is not None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
