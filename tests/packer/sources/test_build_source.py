@@ -14,6 +14,7 @@ from isobatch.shards.tables import read_table
 from support.builds.audio_build import MAX_SEQ_LEN, build_heard
 from support.builds.packed import build, read_samples
 from support.builds.raw_data import good_records, write_dataset
+from support.builds.remote_builds import upload, use
 from support.clips import make_clip
 from support.models.saved_videos import save_video_folder
 
@@ -126,6 +127,17 @@ def test_loaders_give_its_samples_without_a_build(raw, tmp_path, monkeypatch, sh
         loader.close()
     assert len(found[0]) == 90
     assert found[0] == found[1]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("shards", FORMATS)
+def test_a_build_in_a_bucket_is_read_there(raw, s3, tmp_path, monkeypatch, shards):
+    use(monkeypatch, s3)
+    build(raw, tmp_path / "first", format=shards, shard_mb=1)
+    build(raw, tmp_path / "plain")
+    uri = upload(s3, tmp_path / "first", f"{tmp_path.name}/first")
+    build(uri, tmp_path / "again")
+    assert samples(tmp_path / "again") == samples(tmp_path / "plain")
 
 
 def test_a_build_and_new_data_are_a_mixture(raw, tmp_path):

@@ -38,6 +38,7 @@ from isobatch.shards.manifest import read_manifest
 from isobatch.shards.tables import read_table
 from support.builds.packed import build, read_samples
 from support.builds.raw_data import write_image
+from support.builds.remote_builds import upload, use
 
 COUNT = 24
 
@@ -352,6 +353,21 @@ def test_files_of_json_lines_are_found_in_other_datasets(data, images, tmp_path,
         assert bytes(image) == ours[sample.__key__]["images"][0]
 
 
+@pytest.mark.server
+def test_metadatasets_and_their_files_are_read_from_a_bucket(
+    data, images, s3, tmp_path, monkeypatch
+):
+    use(monkeypatch, s3)
+    entry = {"path": "lines/chat.jsonl", "aux": {"px": "pixels"}}
+    write_yaml(data / "remote.yaml", {"train": {"blend_epochized": [entry]}})
+    uri = upload(s3, data, f"{tmp_path.name}/data")
+    build(f"{uri}/remote.yaml", tmp_path / "out")
+    expected = json_build(rows_of("crude"), images, tmp_path / "json")
+    ours = by_id(tmp_path / "out")
+    same(ours, expected)
+    assert ours.keys() == expected.keys()
+
+
 def test_the_loader_without_a_build_reads_metadatasets(data, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     entry = {"path": "lines/chat.jsonl", "aux": {"px": "pixels"}, "repetitions": 2}
@@ -371,3 +387,15 @@ def test_the_loader_without_a_build_reads_metadatasets(data, tmp_path, monkeypat
     assert found == packed
     assert not loader.rejected
     loader.close()
+
+
+def test_a_build_for_energon_may_be_in_a_metadataset(data, tmp_path):
+    build(data / "captioning", data / "packed", format="energon")
+    blend = [{"path": "packed", "repetitions": 2}, {"path": "vqa"}]
+    place = write_yaml(data / "old.yaml", {"train": {"blend_epochized": blend}})
+    build(place, tmp_path / "out")
+    packed = read_manifest(data / "packed").values["totals"]["num_packed"]
+    ours = read_manifest(tmp_path / "out").values["totals"]
+    assert ours["num_packed"] - 2 * packed == sum(
+        dict(find_dataset(str(data / "vqa"), None).parts[0].located.options)["counts"]
+    )

@@ -15,6 +15,7 @@ from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.shards.manifest import read_manifest
 from support.builds.packed import build, read_samples
 from support.builds.raw_data import good_records, write_dataset
+from support.builds.remote_builds import upload, use
 from support.frameworks.sharding_datasets import without_torchvision_operators
 
 without_torchvision_operators()
@@ -159,6 +160,16 @@ def test_a_damaged_sample_is_rejected_and_the_others_are_read(raw, tmp_path):
     data[begin : begin + 4] = b"\xff\xff\xff\x7f"
     shard.write_bytes(data)
     assert len(packed(place, tmp_path / "out")) == len(raw[1]) - 1
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_shards_in_a_bucket_are_read_there(raw, s3, tmp_path, monkeypatch, compression):
+    use(monkeypatch, s3)
+    place = write(raw, tmp_path / "mds" / "train", compression=compression)
+    uri = upload(s3, place.parent, f"{tmp_path.name}/mds")
+    expected = {row["sample_id"]: row for row in read_samples(raw[0] / "out")}
+    same(packed(uri, tmp_path / "out"), expected)
 
 
 def test_splits_are_folders(raw, tmp_path):
