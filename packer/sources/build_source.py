@@ -7,7 +7,6 @@ model, tokenizer and chat template must be those of the build. Files in tars (`w
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import IO, Any
 
 import numpy as np
@@ -140,9 +139,7 @@ class BuildChunk:
 
     def _media(self, file: Any, name: str, *, is_archive: bool) -> Media:
         if isinstance(file, Member) and not is_archive:
-            return Media(
-                file.name, container=self.container, offset=file.offset, size=file.size
-            )
+            return Media(file.name, container=self.container, offset=file.offset, size=file.size)
         content = bytes(file.data or b"") if isinstance(file, Member) else bytes(file)
         if not is_archive:
             return Media(name or "file", data=content)

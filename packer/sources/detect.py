@@ -125,13 +125,9 @@ def _locate_uri(place: str) -> Located:
 def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
-    if MANIFEST_NAME in names and INDEX_NAME in names:
-        return locate_build(place, wanted)
-    if is_energon(folder):
-        return locate_energon(folder, place, lambda splits: choose_split(splits, wanted, place))
-    mds = find_mds(folder, wanted, lambda splits: choose_split(splits, wanted, place))
-    if mds is not None:
-        return mds
+    indexed = _indexed(folder, names, place, wanted)
+    if indexed is not None:
+        return indexed
     if DICT_NAME in names or STATE_NAME in names:
         if DICT_NAME in names:
             splits = _listed(folder, DICT_NAME, "splits", str)
@@ -150,6 +146,23 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     layout = _one_layout(tables, place)
     chosen_files = [name for name in tables if layout_of(name) == layout]
     return Located(layout, place, choose_files(chosen_files, wanted, place))
+
+
+def _indexed(
+    folder: Folder, names: Sequence[str], place: str, wanted: str | None
+) -> Located | None:
+    """The files of a folder with an index of its samples: a build, Energon's or MosaicML's."""
+    if MANIFEST_NAME in names and INDEX_NAME in names:
+        return locate_build(place, wanted)
+
+    def choose(splits: Sequence[str]) -> str:
+        return choose_split(splits, wanted, place)
+
+    return (
+        locate_energon(folder, place, choose)
+        if is_energon(folder)
+        else find_mds(folder, wanted, choose)
+    )
 
 
 def _one_layout(names: Sequence[str], place: str) -> str:

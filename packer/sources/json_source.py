@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import chain, compress, islice
+from itertools import compress, islice
 from typing import IO, Any
 
 from isobatch.common.errors import DataError
@@ -45,13 +45,13 @@ class AnnotationSource(Source):
         subset: Subset | None = options.get("subset")
         if sampling is not None or subset is not None:
             total = sum(1 for name in self.located.names for _ in self._records(name))
-            records = chain.from_iterable(
-                self._records(name, on_bytes) for name in self.located.names
-            )
+            names = self.located.names
+            records: Iterator[RawRecord]
+            records = (record for name in names for record in self._records(name, on_bytes))
             if sampling is not None:
-                records = compress(records, sampling.chosen(total))
+                records = iter(compress(records, sampling.chosen(total)))
             if subset is not None:
-                records = islice(records, *subset.borders(total, self.located.folder))
+                records = iter(islice(records, *subset.borders(total, self.located.folder)))
             yield from cut(records, num_records)
             return
         for name in self.located.names:

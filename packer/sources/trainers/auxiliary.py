@@ -7,9 +7,7 @@ through the SQLite index that `energon prepare` writes, so that no list of them 
 """
 
 import re
-import shutil
 import sqlite3
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,7 +19,7 @@ from isobatch.counting.records.places.marks import NUMBERED_KEYS
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import OnBytes, Source, has_file
 from isobatch.packer.sources.trainers.energon import INDEX_NAME, META, shard_counts
-from isobatch.shards.folders import is_uri, join, open_folder
+from isobatch.shards.folders import join, on_disk, open_folder
 from isobatch.shards.local_folder import FileInfo
 
 MEDIA_KEYS = frozenset(
@@ -57,18 +55,13 @@ class _Members:
         folder = open_folder(place, follow_links=True)
         self._where = join(place, f"{META}/{INDEX_NAME}")
         self._shards = [prefix + name for name in shard_counts(folder)]
-        path = self._where
-        if is_uri(place):  # SQLite reads files only
-            self._copy = tempfile.NamedTemporaryFile(prefix="isobatch-", suffix=".sqlite")
-            with folder.open(f"{META}/{INDEX_NAME}") as source:
-                shutil.copyfileobj(source, self._copy, 1 << 20)
-            self._copy.flush()
-            path = self._copy.name
         try:
-            # threads of a process ask one after the other
-            uri = f"file:{path}?mode=ro&immutable=1"
-            self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
-            self._index.execute(_QUERY, ("", ""))
+            # a copy of one in an object store; what is open outlives its name
+            with on_disk(place, [f"{META}/{INDEX_NAME}"]) as copy:
+                uri = f"file:{copy / META / INDEX_NAME}?mode=ro&immutable=1"
+                # threads of a process ask one after the other
+                self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
+                self._index.execute(_QUERY, ("", ""))
         except sqlite3.Error as error:
             raise self._damaged(error) from None
 

@@ -57,8 +57,8 @@ _LISTS = {"jpeg_array": "jpeg", "jpegarray": "jpeg"} | {
 _SCALARS: dict[str, Callable[[bytes], Any]] = {
     "str": lambda data: data.decode("utf-8", "surrogateescape"),
     "int": lambda data: int(np.frombuffer(data, "<i8")[0]),
-    "str_int": lambda data: int(data),
-    "str_float": lambda data: float(data),
+    "str_int": int,
+    "str_float": float,
     "str_decimal": lambda data: data.decode("ascii"),
 }
 _NUMBERS = frozenset(
@@ -97,7 +97,9 @@ def find_mds(
             raise ConfigError(f"{folder.uri}: {INDEX_NAME} has no splits, so no {wanted!r}")
         return locate_mds(folder)
     names = dict.fromkeys((*SPLITS, *([wanted] if wanted else [])))
-    splits = [name for name in names if folder.has_folder(name) and _is_index(_inside(folder, name))]
+    splits = [
+        name for name in names if folder.has_folder(name) and _is_index(_inside(folder, name))
+    ]
     return locate_mds(_inside(folder, choose(splits))) if splits else None
 
 
@@ -234,24 +236,29 @@ class _Place:
 
 def _value(name: str, encoding: str, place: _Place) -> tuple[str, Any]:
     """Key and value of a column. One that no record is read from has a dot before its name."""
+    value: Any
     if encoding in _LISTS:
-        return name, _files(encoding, place)
-    if encoding in _FILES:
-        # what is no file by its name or content may be a text
-        if encoding == "bytes" and name not in _MEDIA_KEYS:
-            if kind_of_content(place.read(HEAD_BYTES)) is None:
-                return name, place.read().decode("utf-8", "surrogateescape")
-        return name, _file(encoding, place)
-    if encoding == "json":
+        value = _files(encoding, place)
+    elif encoding == "bytes" and name not in _MEDIA_KEYS and not _is_media(place):
+        value = place.read().decode("utf-8", "surrogateescape")
+    elif encoding in _FILES:
+        value = _file(encoding, place)
+    elif encoding == "json":
         value = json.loads(place.read())
         if is_deep(value):
             raise ValueError(f"{name}: {TOO_DEEP}")
-        return name, value
-    if encoding in _SCALARS:
-        return name, _SCALARS[encoding](place.read())
-    if encoding in _NUMBERS:
-        return name, np.frombuffer(place.read(), np.dtype(encoding).newbyteorder("<"))[0].item()
-    return f".{name}", f"{encoding}, {place.size:,} bytes"
+    elif encoding in _SCALARS:
+        value = _SCALARS[encoding](place.read())
+    elif encoding in _NUMBERS:
+        value = np.frombuffer(place.read(), np.dtype(encoding).newbyteorder("<"))[0].item()
+    else:
+        return f".{name}", f"{encoding}, {place.size:,} bytes"
+    return name, value
+
+
+def _is_media(place: _Place) -> bool:
+    """Whether bytes are a file, by the first of them; else they may be a text."""
+    return kind_of_content(place.read(HEAD_BYTES)) is not None
 
 
 def _file(encoding: str, place: _Place) -> Media:
@@ -272,9 +279,7 @@ def _files(encoding: str, place: _Place) -> list[Media]:
     files = []
     for number, size in enumerate(sizes):
         name = f"{place.name}/{number}"
-        files.append(
-            _file(inner, _Place(place.file, name, place.start + start, size, place.chunk))
-        )
+        files.append(_file(inner, _Place(place.file, name, place.start + start, size, place.chunk)))
         start += size
     return files
 

@@ -6,9 +6,11 @@ each dataset a share, `blend_epochized` a number of repetitions, `subset` a stre
 """
 
 import os
+import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from isobatch.packer.sources.trainers.energon import (
     read_yaml,
 )
 from isobatch.packer.sources.trainers.subset import Subset
-from isobatch.shards.folders import is_uri, join, open_folder, split
+from isobatch.shards.folders import is_uri, open_folder, split
 from isobatch.shards.manifest import MANIFEST_NAME
 
 Choose = Callable[[Sequence[str], str | None, str], str]
@@ -123,7 +125,7 @@ def _parts_of_file(
     if kind not in ("Metadataset", "MetadatasetV2"):
         raise ConfigError(f"{file}: a {kind}; read are Metadataset and MetadatasetV2")
     require_known(values, {"__module__", "__class__", "splits"}, file)
-    splits = values["splits"] if "splits" in values else {}
+    splits = values.get("splits", {})
     if not isinstance(splits, dict) or not splits:
         raise ConfigError(f"{file}: `splits` has no datasets")
     name = choose([str(key) for key in splits], wanted, file)
@@ -143,8 +145,7 @@ def _parts(
     key = next((key for key in BLENDS if key in entry), None)
     share = _with_common(entry, share, where, Path(file).name)
     if key is None:
-        amount = {share.key} if share.key else set()
-        require_known(entry, REFERENCE_KEYS | COMMON_KEYS | amount, where)
+        require_known(entry, REFERENCE_KEYS | COMMON_KEYS | ({share.key} - {""}), where)
         yield from _reference(entry, file, where, share, choose)
         return
     require_known(entry, {key, "subset"}, where)
@@ -206,21 +207,20 @@ def _reference(
     located = replace(located, unread=(*located.unread, *unread))
     name = place.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
     part = BlendedPart(located, name, located.folder)
-    if share.key:
-        is_weight = share.key == "weight"
-        part = replace(part, **{"weight" if is_weight else "repeat": share.value})
+    if share.key == "weight":
+        part = replace(part, weight=share.value)
+    elif share.key:
+        part = replace(part, repeat=share.value)
     yield _with_aux(part, entry.get("aux"), file, where)
 
 
-def _located(
-    place: str, wanted: str, entry: dict[str, Any], where: str, choose: Choose
-) -> Located:
+def _located(place: str, wanted: str, entry: dict[str, Any], where: str, choose: Choose) -> Located:
     """The files of one dataset: a prepared folder, or JSON lines."""
     if place.endswith(".jsonl"):
-        folder, name = split(place)
-        if not has_file(open_folder(folder, follow_links=True), name):
+        parent, name = split(place)
+        if not has_file(open_folder(parent, follow_links=True), name):
             raise DataError(f"{where}: no file {place}")
-        return Located("annotations", folder, (name,))
+        return Located("annotations", parent, (name,))
     folder = open_folder(place, follow_links=True)
     if has_file(folder, MANIFEST_NAME):
         return locate_build(place, None if wanted == "train" else wanted)
@@ -237,9 +237,11 @@ def _located(
 
 def _beside(file: str, place: str) -> str:
     """A place, relative to the folder of the file that names it."""
-    return place if is_uri(place) else join(split(file)[0], place) if is_uri(file) else os.path.join(
-        os.path.dirname(os.path.abspath(file)), place
-    )
+    if is_uri(place):
+        return place
+    scheme, separator, path = file.rpartition("://")
+    folder = posixpath.dirname(path if separator else os.path.abspath(file))
+    return f"{scheme}{separator}{posixpath.normpath(posixpath.join(folder, place))}"
 
 
 def _with_aux(part: BlendedPart, aux: Any, file: str, where: str) -> BlendedPart:
@@ -284,7 +286,7 @@ def _common_folder(places: Sequence[str], where: str) -> str:
     if not any(map(is_uri, places)):
         return os.path.commonpath([os.path.abspath(place) for place in places])
     pieces = [place.rstrip("/").split("/") for place in places]
-    shared = os.path.commonprefix(pieces)
+    shared = [names[0] for names in takewhile(lambda x: len({*x}) == 1, zip(*pieces, strict=False))]
     if len(shared) < 3:  # scheme:, nothing, bucket
         raise ConfigError(f"{where}: its `aux` is in another bucket or on disk; put both in one")
     return "/".join(shared)

@@ -152,7 +152,7 @@ def test_a_build_and_new_data_are_a_mixture(raw, tmp_path):
 def test_what_does_not_fit_is_one_line(raw, tmp_path):
     place = tmp_path / "first"
     build(raw, place, format="energon")
-    with pytest.raises(ConfigError, match="was packed with another one.*give its own --model"):
+    with pytest.raises(ConfigError, match=r"was packed with another one.*give its own --model"):
         build(place, tmp_path / "out", model="internvl_1_5")
     with pytest.raises(ConfigError, match="is a build, which has no splits, so no 'val'"):
         build(f"{place}@val", tmp_path / "out")

@@ -8,7 +8,6 @@ samples of each type are as in megatron-energon 7.4's `flavors`.
 import json
 
 import pytest
-import yaml
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.record import RawSample

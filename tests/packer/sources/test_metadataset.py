@@ -132,7 +132,9 @@ def test_names_of_files_are_looked_up_where_the_metadataset_says(data):
     (data / "files" / "0.jpg").write_bytes(b"")
     entry["aux"] = {"pixels": "b", "files": {"fs_path": "files"}}
     (part,) = parts(write(data, entry))
-    *_, third = [r.value for chunk in part.open().chunks(9, lambda _: None) for r in chunk.records()]
+    *_, third = [
+        r.value for chunk in part.open().chunks(9, lambda _: None) for r in chunk.records()
+    ]
     assert third["image"].name == "files/lost.jpg"  # of which the reader says that it is missing
 
 
@@ -153,7 +155,11 @@ def test_what_nothing_reads_is_reported(data):
         ({"blend": [{"path": "a", "weight": "x"}]}, ConfigError, "dataset 1: weight is x; give"),
         ({"blend": [{"path": "a", "repetitions": 2}]}, ConfigError, "unknown key 'repetitions'"),
         ({"blend": {"path": "a"}}, ConfigError, "`blend` is not a list of datasets"),
-        ({"path": "a", "wheight": 1}, ConfigError, "unknown key 'wheight'; known: aux, dataset_con"),
+        (
+            {"path": "a", "wheight": 1},
+            ConfigError,
+            "unknown key 'wheight'; known: aux, dataset_con",
+        ),
         ({"path": "none"}, DataError, "none is no dataset that `energon prepare` has prepared"),
         ({"path": "none.yaml"}, DataError, "no metadataset .*none.yaml"),
         ({"path": "none.jsonl"}, DataError, "no file .*none.jsonl"),
@@ -170,9 +176,9 @@ def test_what_nothing_reads_is_reported(data):
     ],
 )
 def test_what_is_not_read_is_one_line(data, train, error, message):
+    place = write(data, train)
     with pytest.raises(error, match=message) as caught:
-        for part in parts(write(data, train)):
-            ids(part)
+        [ids(part) for part in parts(place)]
     assert "\n" not in str(caught.value)
 
 

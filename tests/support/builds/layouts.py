@@ -69,7 +69,7 @@ CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 
 
 def write_prepared(folder, shards, *, split=None, counts=None, about=None, yaml_info=False):
-    """A folder as `energon prepare` leaves it; `shards`: name -> samples (key, members by suffix)."""
+    """A folder as `energon prepare` leaves it; `shards`: name -> (key, members)."""
     for name, given in shards.items():
         members = [(f"{key}.{end}", data) for key, ends in given for end, data in ends.items()]
         write_tar(folder / name, members)

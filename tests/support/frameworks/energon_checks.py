@@ -184,7 +184,9 @@ def test_sounds_are_those_of_our_loader(tmp_path):
     ours = {}
     for step in StreamingLoader(place, workers=0):
         ours |= {batch.sample_ids: batch for batch in step}
-    assert any(batch.audio_lengths is not None and len(batch.audio_lengths) for batch in ours.values())
+    assert any(
+        batch.audio_lengths is not None and len(batch.audio_lengths) for batch in ours.values()
+    )
     for workers in (0, 1):
         samples = list(loader(place, workers=workers))
         assert len(samples) == len(ours)
@@ -214,9 +216,7 @@ def test_a_build_in_s3_is_read_through_energons_client(built, s3, tmp_path, monk
     monkeypatch.setenv("MSC_CONFIG", str(config))
     place, steps = f"msc://bucket/{tmp_path.name}/packed", our_steps(built / "energon", 2)
     for rank in range(2):
-        stream = loader(
-            place, rank=rank, ranks=2, workers=workers, encoder=PackedTaskEncoder(uri)
-        )
+        stream = loader(place, rank=rank, ranks=2, workers=workers, encoder=PackedTaskEncoder(uri))
         assert list(map(group_of, stream)) == [g for g in steps[:, rank] if g >= 0]
     stored = loader(
         place,

@@ -11,14 +11,12 @@ import shutil
 import tarfile
 from collections import Counter
 
-import numpy as np
 import pytest
 import yaml
 from megatron.energon import (
     Cooker,
     DefaultTaskEncoder,
     Sample,
-
     WorkerConfig,
     edataclass,
     get_loader,
@@ -28,9 +26,8 @@ from megatron.energon import (
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
-from PIL import Image
+from megatron.energon.metadataset.loader import load_dataset
 
-from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import BalancedLoader
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.sources.dataset import find_dataset
@@ -273,8 +270,6 @@ def test_weights_of_a_nested_blend_are_those_of_the_mixture(data):
 
 
 def get_val_dataset_weights(place):
-    from megatron.energon.metadataset.loader import load_dataset
-
     found = load_dataset(place).get_datasets(
         training=True,
         split_part="train",
@@ -335,7 +330,10 @@ def test_files_of_json_lines_are_found_in_other_datasets(data, images, tmp_path,
     entry = {"path": "lines/chat.jsonl", "aux": aux}
     place = write_yaml(data / "poly.yaml", {"train": entry})
     build(place, tmp_path / "out")
-    ours, expected = by_id(tmp_path / "out"), json_build(rows_of("crude"), images, tmp_path / "json")
+    ours, expected = (
+        by_id(tmp_path / "out"),
+        json_build(rows_of("crude"), images, tmp_path / "json"),
+    )
     same(ours, expected)
     assert ours.keys() == expected.keys()
 
