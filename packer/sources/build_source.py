@@ -1,7 +1,7 @@
-"""A finished build as a dataset: its samples are packed again, as the tokens that they are.
+"""A finished build as a dataset: its samples are packed again, as they are.
 
-For other caps, another format, or a mixture with new data. Nothing is tokenised or rendered, so
-model, tokenizer and chat template must be those of the build. Files in tars (`webdataset`,
+For other caps, another format, or a mixture with new data. Nothing is tokenised or rendered again,
+so model, tokenizer and chat template must be those of the build. Files in tars (`webdataset`,
 `energon`) stay where they are, as byte ranges; those in Arrow shards come with the records.
 """
 
@@ -171,7 +171,7 @@ class _TarMembers(Mapping[str, Any]):
         return len(self._members)
 
 
-class BuildSource(Source):
+class PackedBuildSource(Source):
     """Samples of a build, group after group."""
 
     def __init__(self, located: Located, name: str, data_root: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.packer.sources.base import Located, Source
-from isobatch.packer.sources.build_source import BuildSource, locate_build
+from isobatch.packer.sources.build_source import PackedBuildSource, locate_build
 from isobatch.packer.sources.columns import RenamedSource
 from isobatch.packer.sources.datasets_source import DatasetsSource, find_files
 from isobatch.packer.sources.hub import fetch_files, parse_hub_id
@@ -309,7 +309,7 @@ def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
     kinds: dict[str, type[Source]] = {"annotations": AnnotationSource, "tar": TarSource}
     kinds |= {"parquet": TableSource, "arrow": TableSource, "mds": MdsSource}
-    kinds["build"] = BuildSource
+    kinds["build"] = PackedBuildSource
     source = kinds.get(located.layout, DatasetsSource)(located, name, data_root)
     if located.columns is not None:
         source = RenamedSource(source, located.columns)

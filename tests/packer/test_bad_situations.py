@@ -17,7 +17,7 @@ import pytest
 
 from support import ranks
 from support.builds.bad_samples import rows_of
-from support.builds.layouts import write_tar
+from support.builds.layouts import write_mds, write_tar
 from support.builds.raw_data import options, record, write_dataset, write_image
 
 GOOD = json.dumps([record(0), record(1)]).encode()
@@ -152,12 +152,50 @@ def energon(folder, about, **splits):
     return folder
 
 
-@situation(
-    "samples of an Energon folder are made by code (`sample_loader`, `CrudeWebdataset`)", "stops", 2
-)
+@situation("samples of an Energon folder are made by code (`sample_loader`)", "stops", 2)
+def test_an_energon_folder_of_samples_that_code_makes(tmp_path):
+    about = {"sample_type": {"__class__": "TextSample"}, "sample_loader": "loader.py:load"}
+    place = energon(tmp_path / "raw", about, train=1)
+    run(build_command(place, tmp_path / "out"), 2, "made by a sample_loader, code not")
+
+
+@situation("samples of an Energon folder are crude", "read by the suffixes of their members", 0)
 def test_an_energon_folder_of_crude_samples(tmp_path):
     place = energon(tmp_path / "raw", {"__class__": "CrudeWebdataset"}, train=1)
-    run(build_command(place, tmp_path / "out"), 2, "made by a cooker (CrudeWebdataset), code not")
+    assert "1 sample read = 1 packed" in run(build_command(place, tmp_path / "out"))[0]
+
+
+@situation("an Energon metadataset has a `join`, or an unknown key", "stops", 2)
+def test_a_metadataset_with_a_join(tmp_path):
+    file = tmp_path / "mix.yaml"
+    file.write_text(json.dumps({"splits": {"train": {"join": [], "joiner": "x"}}}))
+    run(build_command(file, tmp_path / "out"), 2, "`join` joins samples by code")
+    file.write_text(json.dumps({"splits": {"train": {"path": "a", "wait": 1}}}))
+    run(build_command(file, tmp_path / "out"), 2, "unknown key 'wait'; known: aux, dataset_config")
+
+
+@situation("a shard of an MDS dataset is cut short, or missing", "stops", 1)
+def test_an_mds_shard_that_is_cut(tmp_path):
+    place = write_mds(tmp_path / "raw", {"text": "str"}, [{"text": "A text."}] * 3)
+    shard = place / "shard.00000.mds"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    run(build_command(place, tmp_path / "out"), 1, "is cut short or another; copy it again")
+    shard.unlink()
+    run(build_command(place, tmp_path / "out"), 1, "shard.00000.mds: cannot be read: No such file")
+
+
+@situation("shards of an MDS dataset are of another format or version", "stops", 2)
+def test_an_mds_dataset_of_another_format(tmp_path):
+    place = write_mds(tmp_path / "raw", {"text": "str"}, [{"text": "A text."}], format="xsv")
+    run(build_command(place, tmp_path / "out"), 2, "read are shards of format 'mds', version 2")
+
+
+@situation("`--dataset` is a build of another model or tokenizer", "stops", 2)
+def test_a_build_of_another_model(tmp_path):
+    place = write_mds(tmp_path / "raw", {"text": "str"}, [{"text": "A text."}] * 3)
+    run(build_command(place, tmp_path / "first"))
+    again = [*build_command(tmp_path / "first", tmp_path / "out"), "--model", "tiny_audio"]
+    run(again, 2, "was packed with another one")
 
 
 @situation("shards of an Energon folder's other splits", "not read", 0)

@@ -1,4 +1,4 @@
-"""Tokens that a build has of a sample, as counting gives them: one per run of media. Pure."""
+"""Tokens that a build has of a sample, back to one per run of media. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Each in an environment of its own, kept in pytest's cache, so not by default:
 
-    pytest -m other_trainers tests/packer/sources/test_trainers_datasets.py
+    pytest -m other_trainers tests/packer/sources/trainers/test_trainers_datasets.py
 """
 
 import subprocess

@@ -1,0 +1,123 @@
+"""MDS datasets: ranges of samples, places of files, columns that are not read, and damage.
+
+Next to MosaicML's own writer and reader they are in tests/support/frameworks/mds_source_checks.py.
+"""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.packer.sources.detect import locate, open_located
+from support.builds.layouts import JPEG, write_mds
+from support.builds.packed import build, read_samples
+
+COLUMNS = {"id": "str", "image": "jpeg", "caption": "str", "about": "json", "tokens": "ndarray"}
+
+
+def rows(count):
+    return [
+        {"id": f"s{n}", "image": JPEG[: 40 + n], "caption": f"A cat {n}.", "about": [n]}
+        | {"tokens": b"12345678"}
+        for n in range(count)
+    ]
+
+
+def open_place(place, **changes):
+    located = locate(str(place), known=[])
+    return open_located(located, "set", str(changes.get("data_root", located.folder)))
+
+
+def records(source, chunk=3):
+    chunks = source.chunks(chunk, lambda _: None)
+    return [record for chunk in chunks for record in chunk.records()]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_samples_come_in_order_and_files_stay_where_they_are(tmp_path, chunk):
+    place = write_mds(tmp_path / "in" / "set", COLUMNS, rows(10))
+    found = records(open_place(place, data_root=tmp_path), chunk)
+    assert [record.value["id"] for record in found] == [f"s{n}" for n in range(10)]
+    assert [record.value["caption"] for record in found] == [f"A cat {n}." for n in range(10)]
+    for number, record in enumerate(found):
+        media = record.value["image"]
+        data = (tmp_path / media.container).read_bytes()
+        assert data[media.offset : media.offset + media.size] == JPEG[: 40 + number]
+        assert set(record.value) == {"id", "image", "caption"}
+
+
+def test_columns_that_no_record_is_read_from_are_named(tmp_path):
+    source = open_place(write_mds(tmp_path, COLUMNS, rows(2)))
+    assert source.unread_columns() == {"about": "[0]", ".tokens": '"ndarray, 8 bytes"'}
+    place = write_mds(tmp_path / "other", {"tokens": "ndarray"}, [{"tokens": b"12345678"}])
+    with pytest.raises(DataError, match="has the columns tokens; expected one of TEXT, "):
+        records(open_place(place))
+
+
+def test_a_damaged_sample_costs_only_itself(tmp_path):
+    place = write_mds(tmp_path, {"text": "str", "about": "json"}, [{"text": "x", "about": 1}] * 4)
+    shard = place / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    start = int.from_bytes(data[8:12], "little")
+    data[start : start + 4] = b"\xff\xff\xff\xff"
+    shard.write_bytes(data)
+    found = records(open_place(place))
+    assert [record.reason if record.broken else "" for record in found] == [
+        "", "broken_member", "", ""
+    ]  # fmt: skip
+    assert "sample 1: its columns are longer than the sample" in found[1].broken
+
+
+def test_a_table_of_samples_that_does_not_fit_is_one_line(tmp_path):
+    place = write_mds(tmp_path, {"text": "str"}, [{"text": "x"}] * 4)
+    shard = place / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    data[12:16] = b"\xff\xff\xff\x0f"
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"mds: its table of samples does not fit index.json"):
+        records(open_place(place))
+
+
+@pytest.mark.parametrize("text", ['{"shards": 1, "format": ""}', '{"shards": [{"format": 1}]}'])
+def test_an_index_that_is_damaged_is_one_line(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(DataError, match=r"index.json: not as MDSWriter writes it .*"):
+        open_place(tmp_path)
+
+
+def test_other_files_of_the_name_are_annotations(tmp_path):
+    (tmp_path / "index.json").write_text('[{"id": "a", "text": "A text."}]')
+    assert records(open_place(tmp_path))[0].value["text"] == "A text."
+
+
+def test_splits_are_folders(tmp_path):
+    for name in ("train", "val"):
+        write_mds(tmp_path / name, {"text": "str"}, [{"text": name}])
+    assert records(open_place(tmp_path))[0].value["text"] == "train"
+    assert records(open_place(f"{tmp_path}@val"))[0].value["text"] == "val"
+    with pytest.raises(ConfigError, match="has the splits train, val, and no 'best'"):
+        open_place(f"{tmp_path}@best")
+    with pytest.raises(ConfigError, match=r"index.json has no splits, so no 'val'"):
+        open_place(f"{tmp_path / 'train'}@val")
+
+
+def test_names_of_columns_are_told(tmp_path):
+    place = write_mds(tmp_path / "in", {"question_text": "str", "reply": "bytes"}, [
+        {"question_text": "What?", "reply": b"A cat."}
+    ])  # fmt: skip
+    build(place, tmp_path / "out", columns=("question=question_text", "answer=reply"))
+    assert len(read_samples(tmp_path / "out")) == 1
+
+
+def test_memory_does_not_grow_with_the_samples(tmp_path):
+    peaks = []
+    for count in (1000, 20_000):
+        place = write_mds(tmp_path / str(count), {"text": "str"}, [{"text": "x"}] * count, 5000)
+        source = open_place(place)
+        tracemalloc.start()
+        seen = sum(1 for chunk in source.chunks(100, lambda _: None) for _ in chunk.records())
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert seen == count
+    assert peaks[1] < peaks[0] + 8 * 4 * 5000 + np.int64(1 << 16)
