@@ -1,4 +1,4 @@
-"""Energon's metadatasets: a YAML file that blends datasets by weights or by repetitions.
+"""Energon's metadatasets: YAML files that blend datasets by weight or repetitions.
 
 As megatron-energon 7 reads them, of both versions and nested: `blend` (or V1's `datasets`) gives
 each dataset a share, `blend_epochized` a number of repetitions, `subset` a stretch of its samples,
