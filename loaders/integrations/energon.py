@@ -129,15 +129,25 @@ class PackedTaskEncoder(DefaultTaskEncoder):  # type: ignore[misc]
         datasets: Sequence[Any],
         blend_mode: DatasetBlendMode = DatasetBlendMode.NONE,
         repeat: bool = True,
+        shuffle_buffer_size: int | None = None,
         **others: Any,
     ) -> Any:
-        """The dataset to train on; ranks stay in step over epochs where it has no end."""
+        """The dataset to train on; ranks stay in step over epochs where it has no end.
+
+        `shuffle_buffer_size` has no effect on our order, as all shuffling of Energon's.
+        """
+        if all(isinstance(loaded.dataset, BalancedGroups) for loaded in datasets):
+            shuffle_buffer_size = None
         for loaded in datasets:
             if isinstance(loaded.dataset, BalancedGroups):
                 by_epoch = blend_mode == DatasetBlendMode.SAMPLE_REPETITIONS
                 loaded.dataset.is_endless = repeat and not by_epoch
         return super().build_train_datasets(
-            datasets=datasets, blend_mode=blend_mode, repeat=repeat, **others
+            datasets=datasets,
+            blend_mode=blend_mode,
+            repeat=repeat,
+            shuffle_buffer_size=shuffle_buffer_size,
+            **others,
         )
 
     def build_batch(

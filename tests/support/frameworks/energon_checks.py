@@ -1,9 +1,12 @@
 """Tests of builds in Energon's own loader; `test_energon.py` runs them in its environment."""
 
 import copy
+import importlib.metadata
+import importlib.util
 import json
 import re
 import shutil
+import warnings
 from collections import Counter
 from fractions import Fraction
 
@@ -172,6 +175,40 @@ def test_tensors_are_those_of_our_loader(built, videos):
                 same(getattr(sample.micro_batch, name), getattr(batch, name))
             assert sample.micro_batch.loss_normalizer == pytest.approx(batch.loss_normalizer)
         assert not ours
+
+
+def bridge_reader():
+    """Megatron-Bridge's module alone: the package imports Transformer Engine."""
+    (folder,) = importlib.metadata.files("megatron-bridge")[0].locate().parents[:1]
+    while not (folder / "megatron").is_dir():
+        folder = folder.parent
+    path = folder / "megatron" / "bridge" / "data" / "energon" / "base_energon_datamodule.py"
+    spec = importlib.util.spec_from_file_location("bridge_energon", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_megatron_bridges_reader_gives_our_order(built, tmp_path):
+    place = shutil.copytree(built / "energon", tmp_path / "out")
+    split = place / ".nv-meta" / "split.yaml"
+    names = yaml.safe_load(split.read_text())["split_parts"]["train"]
+    split.write_text(yaml.safe_dump({"split_parts": {"train": names, "val": names[:1]}}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Apex, which megatron-core would rather have
+        bridge = bridge_reader()
+    data = bridge.EnergonMultiModalDataModule(
+        str(place),
+        tokenizer=None,
+        image_processor=None,
+        task_encoder=PackedTaskEncoder(place),
+        num_workers=1,
+    )
+    stream = data.train_dataloader()
+    steps = our_steps(place, 1)
+    assert [group_of(sample) for sample in some(stream, len(steps))] == steps[:, 0].tolist()
+    assert stream.save_state() is not None
+    assert next(data.val_dataloader()).micro_batch.num_samples > 0
 
 
 AUDIO = ("audio_values", "audio_lengths", "audio_frames", "input_ids", "labels")
