@@ -130,7 +130,10 @@ def parse_records(
         if not isinstance(record.value, Mapping):
             raise SampleProblem("not_an_object", f"it is a {type(record.value).__name__}")
         fields = Fields(record.value)
-        samples = one_answer_each(fields, QUESTIONS_AND_ANSWERS, reading, sample_id)
+        if isinstance(fields.peek(STORED), StoredTokens):
+            samples: Sequence[tuple[str, Fields]] = [("", fields)]
+        else:
+            samples = one_answer_each(fields, QUESTIONS_AND_ANSWERS, reading, sample_id)
     except SampleProblem as problem:
         return [Rejected(sample_id, source, problem.reason, problem.detail)]
     return [_parse(value, sample_id + suffix, source, reading) for suffix, value in samples]
@@ -139,14 +142,16 @@ def parse_records(
 def _parse(record: Fields, sample_id: str, source: str, reading: Reading) -> RawSample | Rejected:
     """The sample in a record of one answer."""
     try:
-        content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
-        turns = content.turns
-        if content.stored is None:
-            turns = record_learned(record, turns, reading.keep_columns)
+        if isinstance(record.peek(STORED), StoredTokens):
+            content = _stored(record)
+        else:
+            content = _content(with_choices(record, QUESTIONS_AND_ANSWERS, reading), reading)
+            turns = record_learned(record, content.turns, reading.keep_columns)
+            content = replace(content, turns=turns)
         return RawSample(
             sample_id=sample_id,
             source=source,
-            turns=turns,
+            turns=content.turns,
             images=content.images,
             audios=content.audios,
             videos=content.videos,
@@ -471,7 +476,7 @@ def _document(text: str, files: Mapping[str, Sequence[Media]]) -> Content:
     return _content_of((Turn(DOCUMENT, text),), files)
 
 
-def _stored(record: Fields, _reading: Reading) -> Content:
+def _stored(record: Fields) -> Content:
     """A sample of a build: its tokens, with as many files as they have runs for."""
     images, videos, audios = (tuple(record[f"{kind}s"]) for kind in MARKERS)
     return Content((), images, audios, videos, stored=record[STORED])
@@ -495,7 +500,6 @@ def _is_captioned(record: Fields) -> bool:
 
 
 _SCHEMAS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields, Reading], Content]], ...] = (
-    (lambda record: isinstance(record.peek(STORED), StoredTokens), _stored),
     (lambda record: _has_any(record, *TURN_KEYS), _conversation),
     (lambda record: isinstance(record.peek(OTHER_TURNS_KEY), list | str), _single_key),
     (lambda record: _has(record, "text_list"), _mmc4),

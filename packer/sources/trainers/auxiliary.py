@@ -72,14 +72,14 @@ class _Members:
             return None
         try:
             row = self._index.execute(_QUERY, match.groups()).fetchone()
-        except sqlite3.Error as error:
+            if row is None:
+                return None
+            shard, offset, size = row
+            return Media(name, container=self._shards[shard], offset=offset, size=size)
+        except (sqlite3.Error, IndexError, TypeError) as error:
             raise self._damaged(error) from None
-        if row is None:
-            return None
-        shard, offset, size = row
-        return Media(name, container=self._shards[shard], offset=offset, size=size)
 
-    def _damaged(self, error: sqlite3.Error) -> DataError:
+    def _damaged(self, error: Exception) -> DataError:
         again = "run `energon prepare` there again"
         return DataError(f"{self._where}: cannot be read: {first_line(error)}; {again}")
 

@@ -1,6 +1,7 @@
 """A finished build is a dataset: `packer build` of it has the same samples."""
 
 import json
+import shutil
 from fractions import Fraction
 
 import pytest
@@ -64,6 +65,20 @@ def test_sounds_are_the_same(tmp_path):
         build(tmp_path / shards, again, **options)
         assert samples(again) == samples(plain)
         assert counts(again) == counts(plain)
+
+
+def test_options_of_reading_and_kept_columns_do_not_touch_its_samples(raw, tmp_path):
+    rows = json.loads((raw / "annotations.json").read_text())
+    more = {"question": "What?", "answers": ["a", "b"], "options": 7, "weight": 0}
+    kept = tuple(more)
+    shutil.copytree(raw, tmp_path / "raw")
+    write_dataset(tmp_path / "raw", [row | more for row in rows[:30]])
+    build(tmp_path / "raw", tmp_path / "first", keep_columns=kept)
+    build(tmp_path / "first", tmp_path / "again", answers="all", choices="letters")
+    build(tmp_path / "first", tmp_path / "kept", keep_columns=kept)
+    again = samples(tmp_path / "kept")
+    assert again == samples(tmp_path / "first")
+    assert samples(tmp_path / "again").keys() == again.keys()
 
 
 def test_a_column_that_is_not_kept_again_is_reported(raw, tmp_path):

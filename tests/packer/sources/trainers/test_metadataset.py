@@ -138,6 +138,22 @@ def test_names_of_files_are_looked_up_where_the_metadataset_says(data):
     assert third["image"].name == "files/lost.jpg"  # of which the reader says that it is missing
 
 
+def test_a_damaged_index_of_another_dataset_is_one_line(data):
+    place = write(data, {"path": "lines.jsonl", "aux": {"pixels": "b"}})
+    index = data / "b" / ".nv-meta" / "index.sqlite"
+    rows = [{"id": "0", "text": "x", "image": "0.jpg"}]
+    (data / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index.write_bytes(b"no database" * 100)
+    with pytest.raises(DataError, match=r"index.sqlite: cannot be read: file is not a database"):
+        ids(parts(place)[0])
+    index.unlink()
+    index_of(data / "b", [("0", "jpg", 254)])
+    info = json.dumps({"shard_counts": {}})
+    (data / "b" / ".nv-meta" / ".info.json").write_text(info)
+    with pytest.raises(DataError, match=r"index.sqlite: cannot be read: list index"):
+        ids(parts(place)[0])
+
+
 def test_what_nothing_reads_is_reported(data):
     blend = [{"path": "a", "subflavors": {"x": 1}, "shuffle_over_epochs_multiplier": 3}]
     (part,) = parts(write(data, {"blend": blend}))
