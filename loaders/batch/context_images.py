@@ -75,7 +75,8 @@ def encode_dealt(
         row = row.masked_scatter(is_dealt.repeat_interleave(counts)[:, None], encoded)
     else:
         row = row + 0 * encoded.sum()
-    return _SumOverRanks.apply(row, group)
+    whole: Tensor = _SumOverRanks.apply(row, group)  # type: ignore[no-untyped-call]
+    return whole
 
 
 class _SumOverRanks(Function):
