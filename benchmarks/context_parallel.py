@@ -1,4 +1,4 @@
-"""Context parallelism: images of a row dealt to its ranks, groups on as many ranks as they need.
+"""Context parallelism: images dealt to ranks, groups on as many as they need.
 
     python benchmarks/context_parallel.py [--dataset FOLDER --tokenizer PATH] [--ranks 32]
                                           [--tokens-per-rank 2048] [--steps 50] [--seed 0]

@@ -1,9 +1,8 @@
-"""Groups of a step on context-parallel groups of a size of their own: dynamic context parallelism.
+"""Groups of a step on as many context-parallel ranks as each needs.
 
 A long group needs the memory of several ranks, a short one does not, and each rank more sends its
 keys and values once more. So each group gets as few ranks as hold it, more only where it would
-hold up the step: a group per place instead of one size for all (Megatron-LM's hybrid context
-parallelism gives samples their sizes so). Pure; every rank plans the same.
+hold up the step (dynamic context parallelism; Megatron-LM's hybrid one gives samples their sizes). Pure; every rank plans the same.
 """
 
 from dataclasses import dataclass
