@@ -2,7 +2,8 @@
 
 A long group needs the memory of several ranks, a short one does not, and each rank more sends its
 keys and values once more. So each group gets as few ranks as hold it, more only where it would
-hold up the step (dynamic context parallelism; Megatron-LM's hybrid one gives samples their sizes). Pure; every rank plans the same.
+hold up the step: dynamic context parallelism, as Megatron-LM's hybrid one does for samples. Pure;
+every rank plans the same.
 """
 
 from dataclasses import dataclass
