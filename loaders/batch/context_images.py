@@ -1,4 +1,4 @@
-"""Whole images to the ranks of a context-parallel group, so that encoders work equally.
+"""Whole images to the ranks of a context-parallel group: equal work for encoders.
 
 For adapters. All ranks of such a group have the same row (`context_shards`): encoding its images on
 each would do the work as often as there are ranks, and dealing them by number leaves it uneven.

@@ -28,7 +28,7 @@ def test_images_are_dealt_whole_and_nearly_evenly():
 @for_each(("size", "scheme"), [(2, "zigzag"), (2, "head_tail"), (2, "ulysses"), (4, "zigzag")])
 def test_gradients_of_ranks_that_share_a_row_are_those_of_one(tmp_path, size, scheme):
     pytest.importorskip("transformers")
-    from support.models.context_ranks import train  # noqa: PLC0415
+    from support.frameworks.context_ranks import train  # noqa: PLC0415
     from support.models.tiny_models import make_batch, make_model, run_alone  # noqa: PLC0415
 
     # three images for four ranks: one of them is dealt none
