@@ -94,24 +94,3 @@ def join_shards(shards: Sequence[Tensor], cu_seqlens_padded: Tensor, scheme: Sch
     row = torch.empty_like(joined)
     row[..., indices] = joined
     return row
-
-
-def deal_images(loads: Sequence[int], size: int) -> list[list[int]]:
-    """Numbers of the whole images that each rank encodes, so that ranks encode about the same.
-
-    `loads`: ViT tokens of each image, at native resolution `grids.prod(dim=1)`. The largest first,
-    each to the rank with the least; no rank is above 4/3 of the best possible (Graham, 1969). A
-    rank has its images in their order, and the same on all ranks.
-
-    >>> deal_images([4, 9, 4, 1], 2)
-    [[1], [0, 2, 3]]
-    """
-    if size < 1:
-        raise ConfigError(f"size is {size}; it must be at least 1")
-    ranks: list[list[int]] = [[] for _ in range(size)]
-    totals = [0] * size
-    for image in sorted(range(len(loads)), key=lambda number: -loads[number]):
-        rank = totals.index(min(totals))
-        ranks[rank].append(image)
-        totals[rank] += loads[image]
-    return [sorted(images) for images in ranks]

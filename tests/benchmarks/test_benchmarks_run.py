@@ -8,6 +8,7 @@ import re
 from dataclasses import astuple
 from pathlib import Path
 
+import context_parallel
 import convergence
 import numpy as np
 import pytest
@@ -168,3 +169,24 @@ def test_counting_prints_both_limits_and_the_memory(
         assert share > 0
     assert "600 samples packed" in " ".join(printed.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_context_parallel_ranks_wait_least_with_a_size_per_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = ["--demo-samples", "120", "--row-tokens", "1024", "--steps", "3"]
+    assert context_parallel.main([*few, "--ranks", "8", "--tokens-per-rank", "512"]) == 0
+    printed = capsys.readouterr().out
+    assert_no_nan(printed)
+    rows = {
+        line[:40].split("  ")[0].strip(): [float(part) for part in re.findall(r"([\d.]+)%", line)]
+        for line in printed.splitlines()
+    }
+    images = [
+        [float(part) for part in re.findall(r"([\d.]+)%", line)]
+        for line in printed.splitlines()
+        if line.lstrip().startswith("1,024")
+    ]
+    assert len(images) == len(context_parallel.SIZES)
+    assert all(by_tokens <= by_number for by_tokens, by_number in images)
+    assert rows["Isobatch: a size per group, sending 1%"][-1] <= rows["one size: 8"][0]

@@ -12,7 +12,6 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders.batch.context_shards import (
     PER_TOKEN,
     context_shard,
-    deal_images,
     join_shards,
     shard_indices,
 )
@@ -165,18 +164,3 @@ def test_rows_that_cannot_be_cut_are_refused():
     assert len(shard_indices(borders, 0, 2, "ulysses")) == 7
     with pytest.raises(ConfigError, match=r"rank is 2; it must be in 0\.\.1"):
         shard_indices(borders, 2, 2, "ulysses")
-
-
-def test_images_are_dealt_whole_and_nearly_evenly():
-    rng = np.random.default_rng(0)
-    for size in (1, 2, 3, 4):
-        for count in (0, 1, 3, 7, 40):
-            loads = rng.integers(4, 2000, count).tolist()
-            ranks = deal_images(loads, size)
-            assert sorted(itertools.chain(*ranks)) == list(range(count))
-            assert all(images == sorted(images) for images in ranks)
-            totals = [sum(loads[image] for image in images) for images in ranks]
-            bound = max(sum(loads) / size, max(loads, default=0))
-            assert max(totals) <= bound * 4 / 3 + 1e-9 or count <= 2 * size
-            if count == 40:
-                assert max(totals) <= 1.05 * bound

@@ -19,6 +19,7 @@ from support.builds.command import run_packer
 from support.builds.packed import build, digests, quiet
 from support.builds.raw_data import write_dataset
 from support.loading.online_data import OPTIONS, open_ranks, records
+from support.ranks import run_ranks
 
 CAP = 448
 MULTIPLES = (8, 64)
@@ -98,6 +99,31 @@ def test_caps_hold_after_padding_without_a_build(folder, multiple):
         report = loaders[0].report()
         assert 0 < report["padding"] < 0.5
         assert report["token_fill"] <= 1
+
+
+def load_own(said, folder, rows):
+    """What this rank gives of its half, for each multiple."""
+    for multiple in MULTIPLES:
+        settings = OPTIONS | SHOWN | {"measure": "own", "max_tokens": CAP, "max_rejected": 0.5}
+        loader = BalancedLoader(rows, data_root=folder, pad_each_to=multiple, **settings)
+        batches = [batch for step in loader for batch in step]
+        said[str(multiple)] = {
+            "ids": [name for batch in batches for name in batch.sample_ids],
+            "tokens": [packed_batch(batch, pad_each_to=multiple).num_tokens for batch in batches],
+            "rejected": len(loader.rejected),
+        }
+
+
+def test_caps_hold_after_padding_where_each_rank_measures_its_samples(folder, tmp_path):
+    rows = json.loads((folder / "annotations.json").read_text())
+    ranks = run_ranks(tmp_path, 2, load_own, folder, rows)
+    for multiple in map(str, MULTIPLES):
+        ids = [name for rank in ranks for name in rank[multiple]["ids"]]
+        assert len(ids) == len(set(ids))
+        assert all(rank[multiple]["ids"] for rank in ranks)
+        # each rank tells what it could not use of its half
+        assert len(ids) + sum(rank[multiple]["rejected"] for rank in ranks) == len(rows)
+        assert max(count for rank in ranks for count in rank[multiple]["tokens"]) <= CAP
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
