@@ -4,6 +4,7 @@ Next to Energon's own reading they are in tests/support/frameworks/energon_sourc
 """
 
 import json
+import re
 import sqlite3
 
 import pytest
@@ -11,8 +12,10 @@ import yaml
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.packer.sources.dataset import find_dataset
+from support import ROOT
 from support.builds.layouts import CRUDE, pair, write_prepared
 
+PAGE = ROOT / "docs" / "pack.md"
 ALL = [f"{number}" for number in range(10)]
 
 
@@ -152,6 +155,18 @@ def test_a_damaged_index_of_another_dataset_is_one_line(data):
     (data / "b" / ".nv-meta" / ".info.json").write_text(info)
     with pytest.raises(DataError, match=r"index.sqlite: cannot be read: list index"):
         ids(parts(place)[0])
+
+
+def test_the_file_of_the_docs_is_read(data):
+    (data / "a").rename(data / "captions")
+    (data / "b").rename(data / "pixels")
+    (data / "lines.jsonl").rename(data / "chat.jsonl")
+    index_of(data / "pixels", [])
+    (text,) = re.findall(r"```yaml\n# mix.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (data / "mix.yaml").write_text(text)
+    captions, chat = parts(data / "mix.yaml")
+    assert (captions.name, captions.weight, len(ids(captions))) == ("captions", 0.75, 10)
+    assert (chat.name, chat.weight, ids(chat)) == ("chat", 0.25, ALL[:9])
 
 
 def test_what_nothing_reads_is_reported(data):
