@@ -8,12 +8,15 @@ import pytest
 from PIL import Image
 
 from isobatch.common.errors import ConfigError, DamagedShard
+from isobatch.counting.sample_counter import count_chunk
 from isobatch.loaders import BalancedLoader, StreamingLoader
+from isobatch.packer.count import count_dataset
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.shards.manifest import read_manifest
 from isobatch.shards.tables import read_table
 from support.builds.audio_build import MAX_SEQ_LEN, build_heard
-from support.builds.packed import build, read_samples
+from support.builds.layouts import write_mds
+from support.builds.packed import build, digests, read_samples
 from support.builds.raw_data import good_records, write_dataset
 from support.builds.remote_builds import upload, use
 from support.clips import make_clip
@@ -65,6 +68,31 @@ def test_sounds_are_the_same(tmp_path):
         build(tmp_path / shards, again, **options)
         assert samples(again) == samples(plain)
         assert counts(again) == counts(plain)
+
+
+@pytest.mark.parametrize("kind", ["build", "mds"])
+def test_a_build_that_was_stopped_goes_on(raw, tmp_path, monkeypatch, kind):
+    place = tmp_path / "in"
+    if kind == "build":
+        build(raw, place, format="energon")
+    else:
+        rows = [{"text": "word " * number} for number in range(1, 91)]
+        write_mds(place, {"text": "str"}, rows, per_shard=20)
+    build(place, tmp_path / "whole")
+    done = []
+
+    def stopping(job):
+        done.append(job.number)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return count_chunk(job)
+
+    monkeypatch.setattr(count_dataset, "count_chunk", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        build(place, tmp_path / "again")
+    build(place, tmp_path / "again")
+    assert done[:4] == [0, 1, 2, 2]
+    assert digests(tmp_path / "again") == digests(tmp_path / "whole")
 
 
 def test_options_of_reading_and_kept_columns_do_not_touch_its_samples(raw, tmp_path):
