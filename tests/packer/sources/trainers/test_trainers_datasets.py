@@ -5,7 +5,10 @@ Each in an environment of its own, kept in pytest's cache, so not by default:
     pytest -m other_trainers tests/packer/sources/trainers/test_trainers_datasets.py
 """
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +25,13 @@ RUN_S = 900
 )
 def test_what_they_write_is_packed_as_they_read_it(pytestconfig, tmp_path, environment, checks):
     python = python_of(environment, pytestconfig.cache.mkdir("frameworks"))
+    # with the S3 server, which is among the programs of this environment
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [*command, f"--basetemp={tmp_path / 'checks'}", TESTS / "support" / "frameworks" / checks],
         cwd=ROOT,
-        env=child_env(OMP_NUM_THREADS="1"),
+        env=child_env(OMP_NUM_THREADS="1", PATH=programs),
         capture_output=True,
         text=True,
         check=False,
