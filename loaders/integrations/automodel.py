@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import transformers
 from nemo_automodel.components.datasets.packing import DEFAULT_PACKED_SEQUENCE_CONTRACT
 from nemo_automodel.components.datasets.vlm.collate_fns import (
     neat_packed_vlm_collater,
@@ -22,6 +21,7 @@ from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderBuild, Vl
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import MEDIA_KEYS, NeatPackConfig
 from nemo_automodel.components.datasets.vlm.pp_media import wrap_vlm_collate_for_pp
 from nemo_automodel.recipes.vlm.finetune import FinetuneRecipeForVLM
+from transformers.models.auto.configuration_auto import AutoConfig
 
 from isobatch.common.errors import ConfigError
 from isobatch.loaders.batch.micro_batch import MicroBatch
@@ -53,7 +53,7 @@ class BalancedDataset:
     """The loader's: `model`, `max_tokens`, `seed`, `shuffle`, ... The recipe gives the ranks."""
     builds_with_data_parallel_rank: ClassVar[bool] = True
 
-    def build(self, *, rank: int, world_size: int) -> StepStream:
+    def build(self, *, rank: int, world_size: int) -> StreamingLoader | BalancedLoader:
         """The loader of a data-parallel rank. ConfigError as of the loaders."""
         if (self.url is None) == (self.dataset is None):
             raise ConfigError("give BalancedDataset either url=, a build, or dataset=")
@@ -72,6 +72,7 @@ class BalancedDataloaderConfig(VlmDataloaderConfig):  # type: ignore[misc]
     Of `packing` the format ("neat" or "thd") and `collate_max_length` count; caps are the loader's.
     """
 
+    packing: Any = None
     model_config: Any = None
     """Config of the model; by default read from the recipe's model name."""
 
@@ -118,7 +119,7 @@ class BalancedDataloaderConfig(VlmDataloaderConfig):  # type: ignore[misc]
             processor = self.processor_config.build(pretrained_model_name_or_path=name)
         config = self.model_config
         if config is None:
-            config = transformers.AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name)
         # outside of that context, in which ranks wait for the first: loaders wait for each other
         loader = self.dataset_config.build(rank=dp_rank, world_size=dp_world_size)
         _check_loader(loader, alignment)
@@ -198,7 +199,7 @@ class BalancedDataloader:
         if self.loader.epochs_vary:
             raise TypeError("epochs of this loader vary in length; give the recipe max_steps")
         count = len(self.loader) * self.loader.config.micro_batches_per_step
-        return -(-count // self.batch_size)
+        return (count + self.batch_size - 1) // self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """State of the loader: plain JSON. ConfigError in the middle of one of its steps."""
@@ -275,7 +276,7 @@ def _with_other_media(collater: Callable[[Sequence[Pack]], Pack], packs: Sequenc
     return batch
 
 
-def _check_loader(loader: StepStream, alignment: int) -> None:
+def _check_loader(loader: StreamingLoader | BalancedLoader, alignment: int) -> None:
     if (weights := loader.config.loss_weights) != "token":
         raise ConfigError(f"loss_weights is {weights!r}; Automodel's losses have no weights")
     if loader.pad_each_to % alignment:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +103,9 @@ def data(tmp_path_factory):
     torch.manual_seed(0)
     net = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     net.save_pretrained(model)
-    return SimpleNamespace(folder=folder, raw=raw, stills=stills, name=model, model=net, records=records)
+    return SimpleNamespace(
+        folder=folder, raw=raw, stills=stills, name=model, model=net, records=records
+    )
 
 
 def datasets(data):
@@ -122,16 +125,14 @@ def theirs(batch, model, multiple, *, with_mrope):
     seconds = row.samples.video_seconds
     given = {"image": 0, "video": 0}, {"image": 0, "video": 0}
     borders = row.samples.cu_seqlens.tolist()
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         ids, labels = row.samples.input_ids[start:end], row.samples.labels[start:end]
         # one more token, since Automodel leaves out the last one of each sample
         sample = {
             "input_ids": torch.cat([ids, torch.tensor([5])]),
             "labels": torch.cat([labels, torch.tensor([-100])]),
             "attention_mask": torch.ones(len(ids) + 1, dtype=torch.long),
-            "mm_token_type_ids": torch.cat(
-                [row.mm_token_type_ids[start:end], torch.tensor([0])]
-            ),
+            "mm_token_type_ids": torch.cat([row.mm_token_type_ids[start:end], torch.tensor([0])]),
         }
         for kind, suffix, kind_id in (("image", "", 1), ("video", "_videos", 2)):
             num_tokens = int((row.mm_token_type_ids[start:end] == kind_id).sum())
@@ -191,7 +192,9 @@ def test_batches_are_those_of_automodels_collators(data, case, number, size):
     if size > 1 and "flash" in case:
         pytest.skip("its collator takes one row")
     dataset = datasets(data)[number]
-    config = BalancedDataloaderConfig(dataset, packing=NeatPackConfig(packing_format=form, **packing))
+    config = BalancedDataloaderConfig(
+        dataset, packing=NeatPackConfig(packing_format=form, **packing)
+    )
     runtime = {"packing_contract": options["packing"]} if "packing" in options else {}
     loading = config.build(
         pretrained_model_name_or_path=data.name,

@@ -1,4 +1,4 @@
-"""NeMo Automodel's recipe where there is no GPU: torch.cuda is told that there is, and does nothing.
+"""NeMo Automodel's recipe where there is no GPU.
 
 Nothing of the recipe is replaced but the device that its model goes to.
 """
