@@ -143,7 +143,8 @@ def titan_batch(
         pixels = None
         if grids is not None:
             patches = torch.cat([media[f"pixel_values{suffix}"] for media in parts]).float()
-            pixels = pad_sequence(patches.split(grids.prod(dim=1).tolist()), batch_first=True)
+            images = torch.split(patches, grids.prod(dim=1).tolist())
+            pixels = pad_sequence(images, batch_first=True)
         inputs |= {f"pixel_values{suffix}": pixels, f"grid_thw{suffix}": grids}
     if rows[0].mrope_positions is not None:
         inputs["mrope_positions"] = torch.stack([_mrope(row) for row in rows])
