@@ -143,7 +143,7 @@ def titan_batch(
         pixels = None
         if grids is not None:
             patches = torch.cat([media[f"pixel_values{suffix}"] for media in parts]).float()
-            images = torch.split(patches, grids.prod(dim=1).tolist())
+            images = list(torch.split(patches, grids.prod(dim=1).tolist()))
             pixels = pad_sequence(images, batch_first=True)
         inputs |= {f"pixel_values{suffix}": pixels, f"grid_thw{suffix}": grids}
     if rows[0].mrope_positions is not None:
