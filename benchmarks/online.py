@@ -1,7 +1,7 @@
 """Packing without a build: `BalancedLoader`'s plans next to ODB's, on 8 simulated ranks.
 
     python benchmarks/online.py [--lengths FILE...] [--dp 8] [--windows 512 2048 8192] [--odb DIR]
-                                [--more] [--train]
+                                [--automodel DIR] [--more] [--train]
 
 `--train` then measures training on real compute, by `benchmarks/online_training.py`.
 
@@ -10,6 +10,9 @@ Data: AI2D + ChartQA at 4,096 and 16,384 tokens, and a mixture of text alone (35
 loader gives them, one micro-batch per step; ODB's are its own `grouping_data`, unmodified, with a
 buffer of 256 and of 1,024 samples per rank, the same caps, and ranks that never end early, which is
 better than it does. The package, pinned in peers-odb.txt, is installed into `--odb` for this run.
+With `--automodel`, NeMo Automodel's packs of the whole dataset too (peers-automodel.txt): from
+exact lengths in its order and without its shuffle, and from its estimates, where "lost" samples do
+not fit the pack that they are put into.
 
 Rows named "padded" are `packing=False`, of as many samples as ODB's ranks hold in all; "own" is
 `measure="own"`, where each rank packs 256 samples that it has loaded.
@@ -34,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from automodel_groups import automodel_steps, open_automodel
 from odb_groups import Steps, odb_steps, open_odb
 from order import Data, published, with_caps
 from order import datasets as order_datasets
@@ -79,6 +83,8 @@ class Found:
     entropy: float
     label: float
     plan_us: float
+    lost: float = 0.0
+    """Share of the samples that are in no step."""
 
 
 def main() -> int:
@@ -87,6 +93,7 @@ def main() -> int:
     parser.add_argument("--dp", type=int, default=8)
     parser.add_argument("--windows", nargs="+", type=int, default=[512, DEFAULT_WINDOW, 8_192])
     parser.add_argument("--odb", type=Path, help="where ODB is, or is to be installed")
+    parser.add_argument("--automodel", type=Path, help="where NeMo Automodel is, or is to be")
     parser.add_argument("--more", action="store_true", help="other data too, which is not judged")
     parser.add_argument("--counts", nargs="*", type=Path, default=[], help="of it, counts.parquet")
     parser.add_argument("--train", action="store_true", help="measure training on real compute too")
@@ -95,6 +102,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.odb or Path(temporary)
         grouping = open_odb(folder)
+        packing = open_automodel(options.automodel) if options.automodel else None
         wanted = datasets(options.lengths)
         for data in [*wanted, *(others(options) if options.more else [])]:
             bound = max(lower_bounds(*data.loads, data.limits).values()) / options.dp
@@ -105,6 +113,10 @@ def main() -> int:
                 missed += judge_padded(data, own, peer)
             found += [*padded, *(ours(data, options.dp, window) for window in options.windows)]
             found.append(ours(data, options.dp, ODB_BUFFERS[0] * options.dp, is_own=True))
+            if lost := [each.name for each in found if each.lost]:
+                raise SystemExit(f"{data.name}: samples are lost by {', '.join(lost)}")
+            if packing is not None:
+                found += automodel(data, options.dp, packing)
             console.print(as_table(data, found, bound))
             default = next((f for f in found if f.name == NAME.format(DEFAULT_WINDOW)), None)
             if default and any(data is each for each in wanted):
@@ -240,17 +252,37 @@ def odb(data: Data, dp: int, buffer: int, grouping: Any) -> Found:
     return figures(name, steps, data, micros, padded=True, by_tokens=True)
 
 
+def automodel(data: Data, dp: int, packing: Any) -> list[Found]:
+    """Figures of an epoch of its packs, in three ways."""
+    found = []
+    for name, options in (
+        ("Automodel", {}),
+        ("Automodel, no shuffle", {"shuffle": False}),
+        ("Automodel, estimates", {"estimates": True}),
+    ):
+        steps, planning_s = automodel_steps(data, dp, packing, **options)
+        micros = 1e6 * planning_s / len(data.counts)
+        found.append(figures(name, steps, data, micros, padded=False))
+    return found
+
+
 # --- figures ---
 
 
 def figures(
-    name: str, steps: Steps, data: Data, plan_us: float, *, padded: bool, by_tokens: bool = False
+    name: str,
+    steps: Steps,
+    data: Data,
+    plan_us: float,
+    *,
+    padded: bool,
+    by_tokens: bool = False,
 ) -> Found:
     """Figures of micro-steps; `by_tokens` as `label_factor` takes it."""
     batches = [batch for step in steps for batch in step]
     samples = np.array([sample for batch in batches for sample in batch])
-    if not np.array_equal(np.sort(samples), np.arange(len(data.counts))):
-        raise SystemExit(f"{name}: {len(samples)} of {len(data.counts)} samples, or some twice")
+    if len(np.unique(samples)) < len(samples):
+        raise SystemExit(f"{name}: some samples come twice")
     borders = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])])
     groups, dp = Groups(samples, borders), len(steps[0])
     vision, tokens = data.loads
@@ -265,6 +297,7 @@ def figures(
         entropy=source_entropy(groups, data.sources, dp),
         label=label_factor(groups, data, dp, by_tokens=by_tokens),
         plan_us=plan_us,
+        lost=1 - len(samples) / len(data.counts),
     )
 
 
@@ -303,6 +336,7 @@ def as_table(data: Data, found: list[Found], bound: float) -> Table:
         "padding",
         "entropy",
         "label",
+        "lost",
     )
     caps = f"{data.limits.max_seq_len:,} tokens, {data.limits.max_vision} patches"
     table = Table(title=f"{data.name}, {caps}, {len(data.counts):,} samples")
@@ -313,7 +347,8 @@ def as_table(data: Data, found: list[Found], bound: float) -> Table:
             *(each.name, f"{each.num_steps:,}", f"{each.num_steps / bound - 1:.1%}"),
             *(f"{each.dist_llm:.4f}", f"{each.dist_time:.4f}", f"{each.dist_vit:.4f}"),
             f"{each.padding:.1%}",
-            *(f"{each.entropy:.3f}", f"{each.label:.3f}", f"{each.plan_us:.0f} us"),
+            *(f"{each.entropy:.3f}", f"{each.label:.3f}", f"{each.lost:.1%}"),
+            f"{each.plan_us:.0f} us",
         )
     return table
 

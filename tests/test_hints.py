@@ -19,12 +19,14 @@ OF_OTHERS = {
     "gradient_accumulation_steps",
     "multiprocessing_context",
     "num_workers",
+    "cp_size",
+    "packing_format",
     # of HTML and SVG
     "charset",
     "class",
     "lang",
 }
-"""Keywords of torch, transformers, Accelerate and Energon in hints, and no options of ours."""
+"""Keywords of torch, transformers, Accelerate and other trainers in hints, and no options of ours."""
 NO_OPTION = {"--thumbnail"}
 """A property of a style sheet."""
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import online
 import torch
+from automodel_groups import automodel_steps
 
 
 def test_windows_are_full_even_and_mixed():
@@ -44,3 +45,28 @@ def test_ranks_of_a_peer_exchange_what_they_have():
     found = online.odb(data, 2, 8, SimpleNamespace(grouping_data=grouping))
     assert found.num_steps >= 21
     assert found.label > 1
+
+
+def test_packs_of_automodel_are_dealt_and_what_does_not_fit_is_lost():
+    rng = np.random.default_rng(0)
+    data = online.mixture(rng.integers(1, 6, 300), rng.integers(1600, 2000, 300), 41, rng)
+
+    def pairs(*_, **__):
+        return [[i, i + 1] for i in range(0, 40, 2)] + [[40]]
+
+    exact = SimpleNamespace(greedy_knapsack_vt_balanced=pairs)
+    steps, _ = automodel_steps(data, 4, exact, shuffle=False)
+    assert len(steps) == 6  # 21 packs, and three places of the last step are empty
+    assert [len(batch) for batch in steps[-1]] == [1, 0, 0, 0]
+    assert len(online.automodel(data, 4, exact_and_estimates(exact))) == 3
+
+
+def exact_and_estimates(exact):
+    def whole(dataset, pack_size, *, ds_raw):
+        images = [sum(len(turn["content"]) for turn in row["conversation"]) for row in ds_raw]
+        assert min(images) == 0
+        assert max(images) > 1
+        return SimpleNamespace(bins=[[*range(len(ds_raw))]])
+
+    exact.neat_pack_dataset_vlm = whole
+    return exact
