@@ -154,7 +154,7 @@ def balance_padded_attention(lengths: IntArray, num_batches: int, *, weight: flo
     return batches
 
 
-def assign_batches(
+def assign_batches(  # noqa: PLR0913 - options by name
     lengths: IntArray,
     num_batches: int,
     *,

@@ -55,7 +55,7 @@ class RolloutPlan:
         return result
 
 
-def assign_rollouts(
+def assign_rollouts(  # noqa: PLR0913 - options by name
     costs: FloatArray,
     tokens: IntArray,
     *,
@@ -115,9 +115,8 @@ def assign_rollouts(
     while True:
         micro_batches = []
         for part in parts:
-            slots = even_ranks(
-                costs[part], num_ranks=count, tokens=unit_tokens[part], max_tokens=max_tokens
-            )
+            cap = unit_tokens[part], max_tokens
+            slots = even_ranks(costs[part], num_ranks=count, cap=cap)
             used = np.bincount(slots, unit_tokens[part], count)
             if used.max(initial=0) > max_tokens:
                 break
