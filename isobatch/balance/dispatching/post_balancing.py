@@ -176,7 +176,8 @@ def assign_batches(  # noqa: PLR0913 - options by name
     lengths = np.asarray(lengths, dtype=np.int64)
     if algorithm == "sums":
         added = np.square(lengths) if squares is None else squares
-        return balance_sums(lengths + weight * added if weight else lengths, num_batches)
+        costs = np.asarray(lengths + weight * added, np.float64)
+        return balance_sums(costs if weight else lengths, num_batches)
     if algorithm == "squares":
         tokens = int(tolerance * lengths.sum() / num_batches)
         return balance_squares(lengths, num_batches, tolerance=tokens)
