@@ -34,6 +34,9 @@ from isobatch.models.presets import ModelPreset
 
 S = TypeVar("S")
 
+NO_COSTS = 3
+"""Columns of a table without samples: one of costs, bytes, the micro-batch."""
+
 
 class SampleCosts:
     """Times of a sample by a model's FLOPs: (vision_ms, llm_ms); give it to `rebalance`."""
@@ -298,7 +301,7 @@ def _gathered(
             raise ConfigError(
                 f"ranks have {(numbers - less).tolist()} {what}; give the same number on each"
             )
-    width = int(heads[:, 3].max(initial=0))
+    width = int(heads[:, 3].max()) or NO_COSTS
     sizes = heads[:, 2]
     return all_gather_rows(table.reshape(len(table), width), sizes, group), sizes
 
