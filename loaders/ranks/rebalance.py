@@ -33,6 +33,7 @@ from isobatch.models.folder.find_model import find_model
 from isobatch.models.presets import ModelPreset
 
 S = TypeVar("S")
+Lengths = Sequence[int] | IntArray
 
 NO_COSTS = 3
 """Columns of a table without samples: one of costs, bytes, the micro-batch."""
@@ -74,18 +75,25 @@ class SampleCosts:
         vision, llm = self.of_lengths([images], [vit_tokens], [tokens])[0]
         return float(vision), float(llm)
 
-    def of_lengths(
-        self, images: Sequence[int], vit_tokens: Sequence[int], tokens: Sequence[int]
-    ) -> FloatArray:
+    def of_lengths(self, images: Lengths, vit_tokens: Lengths, tokens: Lengths) -> FloatArray:
         """Of samples by numbers: crops, or images and frames; ViT tokens; LLM tokens.
 
         -> ms of vision and LLM, float64, (samples, 2).
         """
-        phases = self._model.phase_ms(counts_of(images, vit_tokens, tokens))
+        phases = self.phases_of_lengths(images, vit_tokens, tokens)
         return np.stack([phases[:, 0], phases[:, 1] + phases[:, 2]], axis=1)
 
+    def phases_of_lengths(
+        self, images: Lengths, vit_tokens: Lengths, tokens: Lengths
+    ) -> FloatArray:
+        """-> ms of vision, the LLM without attention, its attention, float64, (samples, 3).
 
-def counts_of(images: Sequence[int], vit_tokens: Sequence[int], tokens: Sequence[int]) -> Counts:
+        For `assign_rollouts`; arguments as of `of_lengths`.
+        """
+        return self._model.phase_ms(counts_of(images, vit_tokens, tokens))
+
+
+def counts_of(images: Lengths, vit_tokens: Lengths, tokens: Lengths) -> Counts:
     """Counts of samples of which only lengths are known; all LLM tokens count as text."""
     columns = {"num_image_patches": images, "num_vit_tokens": vit_tokens, "num_text_tokens": tokens}
     arrays = {name: np.asarray(values, np.int64) for name, values in columns.items()}
