@@ -108,6 +108,6 @@ def check_version() -> None:
         raise ConfigError("verl is not installed: pip install verl==" + TESTED[-1]) from error
     if found not in TESTED:
         raise ConfigError(
-            f"verl is {found}; BalancedRollouts was tested with {', '.join(TESTED)}. Install that, or"
-            " call isobatch.assign_rollouts yourself"
+            f"verl is {found}; BalancedRollouts was tested with {', '.join(TESTED)}. Install that,"
+            " or call isobatch.assign_rollouts yourself"
         )
