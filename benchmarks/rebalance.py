@@ -129,16 +129,28 @@ def run(
     return [*cells, f"{values[:, :, 0].max(axis=0).mean():.0f}", f"{difference:.0e}"]
 
 
-def draw(number: int) -> Sample:
-    """Sample `number` of an endless dataset."""
+def shape(number: int) -> tuple[Tensor, int, np.random.Generator]:
+    """Grids and tokens of text of sample `number` of an endless dataset, and what draws the rest."""
     rng = np.random.default_rng(number)
     count = int(rng.choice(IMAGES))
     grid = torch.from_numpy(2 * rng.integers(3, 8, (count, 2)))
     grid = torch.cat([torch.ones(count, 1, dtype=torch.int64), grid], dim=1)
+    return grid, int(np.clip(rng.lognormal(4, 1), 8, 400)), rng
+
+
+def lengths(number: int) -> tuple[int, int]:
+    """ViT patches and LLM tokens of a sample, without its pixels."""
+    grid, text, _ = shape(number)
+    patches = int(grid.prod(dim=1).sum())
+    return patches, 1 + patches // 4 + 2 * len(grid) + text
+
+
+def draw(number: int) -> Sample:
+    """Sample `number`."""
+    grid, text, rng = shape(number)
     ids = [torch.tensor([1])]
     for tokens in (grid.prod(dim=1) // 4).tolist():
         ids += [torch.tensor([START, *[IMAGE] * tokens, END])]
-    text = np.clip(rng.lognormal(4, 1), 8, 400).astype(int)
     ids += [torch.from_numpy(rng.integers(10, VOCAB, text))]
     pixels = rng.standard_normal((int(grid.prod(dim=1).sum()), 1176), np.float32)
     return {
@@ -220,8 +232,11 @@ def fitted_costs() -> Callable[[Any], tuple[float, float]]:
     base, per_patch, per_token = factors.clamp(min=0).tolist()
 
     def costs(sample: Any) -> tuple[float, float]:
-        one = draw(sample) if isinstance(sample, int) else sample
-        return per_patch * len(one["pixel_values"]), base + per_token * len(one["input_ids"])
+        if isinstance(sample, int):
+            patches, tokens = lengths(sample)
+        else:
+            patches, tokens = len(sample["pixel_values"]), len(sample["input_ids"])
+        return per_patch * patches, base + per_token * tokens
 
     return costs
 
