@@ -130,7 +130,7 @@ def run(
 
 
 def shape(number: int) -> tuple[Tensor, int, np.random.Generator]:
-    """Grids and tokens of text of sample `number` of an endless dataset, and what draws the rest."""
+    """Grids and text length of sample `number` of an endless dataset, and what draws the rest."""
     rng = np.random.default_rng(number)
     count = int(rng.choice(IMAGES))
     grid = torch.from_numpy(2 * rng.integers(3, 8, (count, 2)))
