@@ -11,8 +11,8 @@ Wait: share of the ranks' computing time that they wait for the slowest, mean ov
 is the CPU time of the training thread, so that ranks may share cores. Predicted: the same of the
 costs that `rebalance` was given, which are fitted to samples timed at the start, by phase. Moved:
 bytes that travel between ranks per step, counted at the collectives (gradients not among them).
-Exchange: time of the call, planning included. Gradient: largest difference to one process's, over
-the largest gradient.
+Exchange: time of the call, planning included, once all ranks have come. Gradient: largest
+difference to one process's, over the largest gradient.
 """
 
 from __future__ import annotations
@@ -93,15 +93,14 @@ def run(
     for step in range(steps):
         first = seed + (step * size + rank) * samples
         numbers = list(range(first, first + samples))
-        began = time.perf_counter()
         drawn: list[Any] = [draw(n) for n in numbers] if kind == "pixels" else numbers
-        moved = 0
+        moved, exchange = 0, 0.0
         if kind in ("references", "pixels"):
+            dist.barrier()
             began = time.perf_counter()
             with Traffic() as traffic:
                 (drawn,) = rebalance([drawn], costs=costs)
-            moved = traffic.sent
-        exchange = 1e3 * (time.perf_counter() - began) if moved else 0.0
+            moved, exchange = traffic.sent, 1e3 * (time.perf_counter() - began)
         batch = [draw(one) if isinstance(one, int) else one for one in drawn]
         labels = torch.tensor(sum(len(one["input_ids"]) - 1 for one in batch))
         dist.all_reduce(labels)

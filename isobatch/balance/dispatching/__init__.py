@@ -1,1 +1,1 @@
-"""A step's samples to ranks, and how they get there: OrchMLLM's algorithms, several loads."""
+"""Samples of a step to ranks: OrchMLLM's algorithms, several loads at once."""

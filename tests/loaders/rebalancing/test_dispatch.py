@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from isobatch import dispatch
 from isobatch.common.errors import ConfigError
-from support.loading.drawn_samples import (
+from support.costs.drawn_samples import (
     assert_gradients_equal,
     draw_sample,
     loss_of,

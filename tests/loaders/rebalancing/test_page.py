@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from support import ROOT
-from support.loading.drawn_samples import (
+from support.costs.drawn_samples import (
     assert_gradients_equal,
     draw_sample,
     loss_of,

@@ -10,7 +10,7 @@ from isobatch import SampleCosts, rebalance
 from isobatch.balance.dispatching.even_ranks import step_ms
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders.ranks.object_exchange import exchange_objects, object_bytes
-from support.loading.drawn_samples import (
+from support.costs.drawn_samples import (
     assert_gradients_equal,
     draw_sample,
     loss_of,
