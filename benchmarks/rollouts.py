@@ -45,7 +45,7 @@ from isobatch.models.flops import FlopsModel  # noqa: E402
 from isobatch.models.presets import load_model  # noqa: E402
 
 MODEL, TILE_TOKENS, TILE_BYTES = "internvl2_5", 256, 3 * 448 * 448 * 4
-MEDIAN_ANSWER, LONGEST_ANSWER = 500, 8_192
+MEDIAN_ANSWER, LONGEST_ANSWER, MOST_TILES = 500, 8_192, 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,7 @@ def draw(num_prompts: int, each: int, seed: int) -> Rollouts:
     kinds = rng.permutation(np.arange(num_prompts) % 3)
     drawn = rng.integers(0, len(tokens), num_prompts)
     several = np.array([rng.integers(1, 7, rng.integers(2, 9)).sum() for _ in kinds])
+    several = np.minimum(several, MOST_TILES)  # verl asserts that every rollout fits
     crops = np.select([kinds == 1, kinds == 2], [tiles[drawn], several])
     text = np.select([kinds == 1], [tokens[drawn] - tiles[drawn] * TILE_TOKENS])
     text = np.where(kinds == 1, text, rng.integers(30, 600, num_prompts))

@@ -15,7 +15,7 @@ Two all-to-alls per tensor, both ways; pixels travel. Where a dataset can be rea
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from isobatch.common.types import IntArray
 from isobatch.loaders.ranks.mesh import data_group
 from isobatch.loaders.ranks.object_exchange import all_gather_rows
 
+MOST_INPUTS = 32
+"""Twice as many tensors as `encode` may take."""
 MIN_GAIN = 0.02
 """Share of the slowest rank's work that a dispatch must save."""
 
@@ -68,8 +70,12 @@ def dispatch(  # noqa: PLR0913 - options by name
     group = data_group(group)
     if merge < 1 or outputs not in ("tokens", "items"):
         raise ConfigError(f"merge is {merge}, outputs {outputs!r}; give 1 or more, tokens or items")
+    if 2 * len(inputs) > MOST_INPUTS:
+        raise ConfigError(f"{len(inputs)} inputs; give {MOST_INPUTS // 2} at most")
     item_sizes = np.asarray(torch.as_tensor(sizes).cpu(), dtype=np.int64).reshape(-1)
-    lengths, counts, per_token = _gathered(inputs, item_sizes, merge, group)
+    named = (*get_args(Algorithm), algorithm).index(algorithm), outputs == "items"
+    options = [merge, weight, ranks_per_node, min_gain, *named]
+    lengths, counts, per_token = _gathered(inputs, item_sizes, options, group)
     if len(counts) == 1:
         return encode(**inputs)
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -98,11 +104,14 @@ def dispatch(  # noqa: PLR0913 - options by name
 
 
 def _gathered(
-    inputs: Mapping[str, Tensor], sizes: IntArray, merge: int, group: dist.ProcessGroup | None
+    inputs: Mapping[str, Tensor],
+    sizes: IntArray,
+    options: Sequence[float],
+    group: dist.ProcessGroup | None,
 ) -> tuple[IntArray, IntArray, set[str]]:
     """Sizes of all ranks' items, their numbers, and the inputs with a row per token."""
     rows = np.array([len(tensor) for tensor in inputs.values()], np.int64)
-    problem = ""
+    problem, merge = "", int(options[0])
     total = int(sizes.sum())
     for name, count in zip(inputs, rows, strict=True):
         if count not in (len(sizes), total):
@@ -112,19 +121,25 @@ def _gathered(
             )
     if (sizes % merge).any() or sizes.min(initial=1) < 1:
         problem = f"sizes are {sizes.tolist()[:8]}; give multiples of merge={merge}, none 0"
-    head = [bool(problem), len(sizes), *(rows == len(sizes)), *(rows == total)]
+    fits = [*(rows == len(sizes)), *(rows == total)]
+    head = [bool(problem), len(sizes), len(rows), *options, *fits]
+    head += [0] * (MOST_INPUTS - len(fits))
     heads = all_gather_rows(np.array([head], np.float64), np.ones(1, np.int64), group)
     if problem:
         raise ConfigError(problem)
     if heads[:, 0].any():
         failed = int(np.flatnonzero(heads[:, 0])[0])
         raise ConfigError(f"inputs of rank {failed} do not fit its sizes; it says how")
+    first = 3 + len(options)
+    if len({tuple(row) for row in heads[:, 2:first].tolist()}) > 1:
+        raise ConfigError("ranks give dispatch different inputs or options; give all the same")
     counts = heads[:, 1].astype(np.int64)
     lengths = all_gather_rows(sizes[:, None].astype(np.float64), counts, group)[:, 0]
     # one rank may have as many tokens as items, all ranks only if each item has one
-    fits = heads[:, 2:].all(axis=0).reshape(2, len(rows))
-    per_token = {name for name, item, token in zip(inputs, *fits, strict=True) if not item}
-    mixed = [name for name in per_token if not fits[1][list(inputs).index(name)]]
+    is_item, is_token = heads[:, first : first + len(fits)].all(axis=0).reshape(2, len(rows))
+    per_token = {name for name, item in zip(inputs, is_item, strict=True) if not item}
+    mixed = [name for name, token in zip(inputs, is_token, strict=True) if not token]
+    mixed = [name for name in mixed if name in per_token]
     if mixed:
         raise ConfigError(f"{mixed[0]} has a row per item on some ranks, per token on others")
     return lengths.astype(np.int64), counts, per_token

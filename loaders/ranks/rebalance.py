@@ -220,7 +220,8 @@ def rebalance(  # noqa: PLR0913 - options by name
     group = data_group(group)
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    table, sizes = _gathered(batches, costs, num_bytes or object_bytes, group)
+    options = (gb_per_s or 0.0, float(keep_sizes), float(ranks_per_node))
+    table, sizes = _gathered(batches, costs, num_bytes or object_bytes, options, group)
     num_rounds = len(batches)
     # slots of all samples, rank after rank
     ranks = np.repeat(np.arange(num_ranks), sizes)
@@ -269,6 +270,7 @@ def _gathered(
     batches: Sequence[Sequence[S]],
     costs: Callable[[S], Sequence[float]],
     num_bytes: Callable[[S], int],
+    options: Sequence[float],
     group: dist.ProcessGroup | None,
 ) -> tuple[FloatArray, IntArray]:
     """All ranks' samples: costs, bytes and micro-batch, (samples, phases + 2), and their numbers.
@@ -294,7 +296,7 @@ def _gathered(
     except Exception as error:  # a user's function may raise anything
         failure = error
         table = np.zeros((0, 0))
-    head = [failure is not None, len(batches), len(table), table.shape[1]]
+    head = [failure is not None, len(batches), len(table), table.shape[1], *options]
     gathered = all_gather_rows(np.array([head], np.float64), np.ones(1, np.int64), group)
     heads = gathered.astype(np.int64)
     if failure is not None:
@@ -302,6 +304,11 @@ def _gathered(
     if heads[:, 0].any():
         failed = int(np.flatnonzero(heads[:, 0])[0])
         raise ConfigError(f"rank {failed} could not tell what its samples cost; it says why")
+    if len({tuple(row) for row in gathered[:, 4:].tolist()}) > 1:
+        raise ConfigError(
+            "ranks give rebalance different gb_per_s, keep_sizes or ranks_per_node; give all the "
+            "same, or they would make different plans"
+        )
     for column, what in ((1, "micro-batches"), (3, "columns of costs")):
         numbers = heads[heads[:, 2] > 0, column] if column == 3 else heads[:, column]
         if len(set(numbers.tolist())) > 1:

@@ -164,6 +164,8 @@ def _wrong():
         dispatch(torch.relu, {"rows": rows}, [5, 6] if rank else [6, 6])
     with pytest.raises(ConfigError, match="multiples of merge=4"):
         dispatch(torch.relu, {"rows": rows}, [6, 6], merge=4)
+    with pytest.raises(ConfigError, match="different inputs or options"):
+        dispatch(torch.relu, {"rows": rows}, [6, 6], weight=rank)
     with pytest.raises(ConfigError, match="merge is 0"):
         dispatch(torch.relu, {"rows": rows}, [6, 6], merge=0)
     with pytest.raises(ConfigError, match="use one of sums"):

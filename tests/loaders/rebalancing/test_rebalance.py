@@ -153,6 +153,8 @@ def _faults():
         rebalance([[1]], costs=lambda _: [1.0] * (rank + 1))
     with pytest.raises(ConfigError, match="nan" if rank else "rank 1 could not"):
         rebalance([[1]], costs=lambda _: [float("nan") if rank else 1.0])
+    with pytest.raises(ConfigError, match="different gb_per_s"):
+        rebalance([[1]], costs=costs, gb_per_s=1 + rank)
     with pytest.raises(ConfigError, match="gb_per_s is 0"):
         rebalance([[1]], costs=costs, gb_per_s=0)
     moved = rebalance([[], []], costs=costs)
