@@ -32,11 +32,9 @@ from scipy.optimize import linear_sum_assignment
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from isobatch.balance.metrics import longest, padded_loads  # noqa: E402
-from isobatch.common.types import Groups, IntArray  # noqa: E402
-from isobatch.engine.dispatching._node_placement import place_batches  # noqa: E402
-from isobatch.engine.dispatching.all_to_all import comm_volumes, from_assignment  # noqa: E402
-from isobatch.engine.dispatching.post_balancing import (  # noqa: E402
+from isobatch.balance.dispatching.all_to_all import comm_volumes, from_assignment  # noqa: E402
+from isobatch.balance.dispatching.node_placement import place_batches  # noqa: E402
+from isobatch.balance.dispatching.post_balancing import (  # noqa: E402
     as_batches,
     balance_conv,
     balance_padded,
@@ -44,6 +42,8 @@ from isobatch.engine.dispatching.post_balancing import (  # noqa: E402
     balance_squares,
     balance_sums,
 )
+from isobatch.balance.metrics import longest, padded_loads  # noqa: E402
+from isobatch.common.types import Groups, IntArray  # noqa: E402
 from support.oracles import node_placement_bound  # noqa: E402
 
 WEIGHT = 1 / (6 * 1024)

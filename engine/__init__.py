@@ -8,6 +8,19 @@ from typing import TYPE_CHECKING
 from isobatch.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from isobatch.balance.dispatching.all_to_all import CommVolumes as CommVolumes
+    from isobatch.balance.dispatching.all_to_all import Permutation as Permutation
+    from isobatch.balance.dispatching.all_to_all import comm_volumes as comm_volumes
+    from isobatch.balance.dispatching.all_to_all import from_assignment as from_assignment
+    from isobatch.balance.dispatching.node_placement import place_batches as place_batches
+    from isobatch.balance.dispatching.post_balancing import as_batches as as_batches
+    from isobatch.balance.dispatching.post_balancing import balance_conv as balance_conv
+    from isobatch.balance.dispatching.post_balancing import balance_padded as balance_padded
+    from isobatch.balance.dispatching.post_balancing import (
+        balance_padded_attention as balance_padded_attention,
+    )
+    from isobatch.balance.dispatching.post_balancing import balance_squares as balance_squares
+    from isobatch.balance.dispatching.post_balancing import balance_sums as balance_sums
     from isobatch.engine.charts.trace import TraceStep as TraceStep
     from isobatch.engine.charts.trace import write_trace as write_trace
     from isobatch.engine.cost_model.clusters import Cluster as Cluster
@@ -23,22 +36,9 @@ if TYPE_CHECKING:
     from isobatch.engine.cost_model.profile_table import read_profile as read_profile
     from isobatch.engine.cost_model.profile_table import write_profile as write_profile
     from isobatch.engine.cost_model.training_mode import TrainingMode as TrainingMode
-    from isobatch.engine.dispatching._node_placement import place_batches as place_batches
-    from isobatch.engine.dispatching.all_to_all import CommVolumes as CommVolumes
-    from isobatch.engine.dispatching.all_to_all import Permutation as Permutation
-    from isobatch.engine.dispatching.all_to_all import comm_volumes as comm_volumes
-    from isobatch.engine.dispatching.all_to_all import from_assignment as from_assignment
     from isobatch.engine.dispatching.dispatch import DispatchedSteps as DispatchedSteps
     from isobatch.engine.dispatching.dispatch import DispatchOptions as DispatchOptions
     from isobatch.engine.dispatching.dispatch import plan_dispatch as plan_dispatch
-    from isobatch.engine.dispatching.post_balancing import as_batches as as_batches
-    from isobatch.engine.dispatching.post_balancing import balance_conv as balance_conv
-    from isobatch.engine.dispatching.post_balancing import balance_padded as balance_padded
-    from isobatch.engine.dispatching.post_balancing import (
-        balance_padded_attention as balance_padded_attention,
-    )
-    from isobatch.engine.dispatching.post_balancing import balance_squares as balance_squares
-    from isobatch.engine.dispatching.post_balancing import balance_sums as balance_sums
     from isobatch.engine.planning.plan import Plan as Plan
     from isobatch.engine.planning.plan import PlanRequest as PlanRequest
     from isobatch.engine.planning.plan import read_plan as read_plan

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from isobatch.loaders.loader import StreamingLoader as StreamingLoader
     from isobatch.loaders.online.encoded import Encoded as Encoded
     from isobatch.loaders.online.loader import BalancedLoader as BalancedLoader
+    from isobatch.loaders.ranks.dispatch import dispatch as dispatch
+    from isobatch.loaders.ranks.rebalance import MovePrediction as MovePrediction
+    from isobatch.loaders.ranks.rebalance import Rebalanced as Rebalanced
+    from isobatch.loaders.ranks.rebalance import SampleCosts as SampleCosts
+    from isobatch.loaders.ranks.rebalance import rebalance as rebalance
     from isobatch.loaders.read.build import StorageOptions as StorageOptions
     from isobatch.loaders.sample_choice import SampleColumns as SampleColumns
     from isobatch.loaders.stats import LoaderStats as LoaderStats

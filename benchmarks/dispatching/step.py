@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dispatching.clock import Clock, boundary
 from dispatching.data import DataShape, PhaseInput, StepData, phase_input, rows_of
 from dispatching.gather import gather_features
+from isobatch.balance.dispatching.all_to_all import Permutation
 from isobatch.balance.steps.step_planner import ENCODERS
-from isobatch.engine.dispatching.all_to_all import Permutation
 from isobatch.engine.dispatching.dispatch import (
     PHASES,
     DispatchOptions,

@@ -15,31 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
 
 import numpy as np
 
+from isobatch.balance.dispatching.all_to_all import Permutation, from_assignment
+from isobatch.balance.dispatching.node_placement import place_batches
+from isobatch.balance.dispatching.post_balancing import Algorithm, as_batches, assign_batches
 from isobatch.balance.metrics import longest
 from isobatch.balance.steps.step_planner import ENCODERS, StepAssignment, StepRequest
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import Counts, Groups, IntArray
 from isobatch.engine.cost_model.loads import PhaseLoads
-from isobatch.engine.dispatching._node_placement import place_batches
-from isobatch.engine.dispatching.all_to_all import Permutation, from_assignment
-from isobatch.engine.dispatching.post_balancing import (
-    as_batches,
-    balance_conv,
-    balance_padded,
-    balance_padded_attention,
-    balance_squares,
-    balance_sums,
-)
 from isobatch.engine.dispatching.routes import planned_routes
 
 PHASES = (*ENCODERS, "llm")
-
-Algorithm = Literal["sums", "padded", "squares", "padded_attention", "conv"]
-"""OrchMLLM's algorithms 1, 2, 4, ours for padded attention, and 5 (`post_balancing`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,19 +168,15 @@ def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArr
     indices = _having(examples, phase)
     count = examples.num_ranks
     lengths, squares = examples.lengths[phase][indices], examples.squares[phase][indices]
-    weight = options.square_weights.get(phase, 0.0)
-    algorithm = options.algorithms[phase]
-    if algorithm == "sums":
-        return balance_sums(lengths + weight * squares if weight else lengths, count)
-    if algorithm == "squares":
-        tolerance = int(options.tolerance * lengths.sum() / count)
-        return balance_squares(lengths, count, tolerance=tolerance)
-    if algorithm == "padded_attention":
-        return balance_padded_attention(lengths, count, weight=weight)
-    if algorithm not in ("padded", "conv"):
-        known = ", ".join(get_args(Algorithm))
-        raise ConfigError(f"algorithm of {phase} is {algorithm!r}; use one of {known}")
-    return balance_padded(lengths, count) if algorithm == "padded" else balance_conv(lengths, count)
+    return assign_batches(
+        lengths,
+        count,
+        algorithm=options.algorithms[phase],
+        squares=squares,
+        weight=options.square_weights.get(phase, 0.0),
+        tolerance=options.tolerance,
+        name=phase,
+    )
 
 
 def _ranks(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isobatch.balance.dispatching.all_to_all import Exchange, Permutation
 from isobatch.balance.steps.step_planner import StepAssignment
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import Counts, Groups, IntArray
-from isobatch.engine.dispatching.all_to_all import Exchange, Permutation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

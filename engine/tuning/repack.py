@@ -15,8 +15,8 @@ from itertools import permutations
 import numba
 import numpy as np
 
+from isobatch.balance.dispatching.post_balancing import as_batches
 from isobatch.common.types import FloatArray, Groups, IntArray
-from isobatch.engine.dispatching.post_balancing import as_batches
 
 Costs = IntArray | FloatArray
 

@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from isobatch.balance.dispatching.post_balancing import as_batches, balance_sums
 from isobatch.balance.steps.step_planner import StepAssignment, StepRequest
 from isobatch.common.types import Counts, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
-from isobatch.engine.dispatching.post_balancing import as_batches, balance_sums
 from isobatch.engine.simulator.evaluate import schedule_for
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs

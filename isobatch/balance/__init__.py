@@ -11,6 +11,12 @@ from isobatch.common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from isobatch.balance.baseline_samplers import BASELINES as BASELINES
     from isobatch.balance.baseline_samplers import as_groups as as_groups
+    from isobatch.balance.dispatching.even_ranks import MoveCosts as MoveCosts
+    from isobatch.balance.dispatching.even_ranks import bound_ms as bound_ms
+    from isobatch.balance.dispatching.even_ranks import even_ranks as even_ranks
+    from isobatch.balance.dispatching.even_ranks import step_ms as step_ms
+    from isobatch.balance.dispatching.rollouts import RolloutPlan as RolloutPlan
+    from isobatch.balance.dispatching.rollouts import assign_rollouts as assign_rollouts
     from isobatch.balance.grouping.activation_budget import ActivationBudget as ActivationBudget
     from isobatch.balance.grouping.best_fit import group_best_fit as group_best_fit
     from isobatch.balance.grouping.caps import GroupOptions as GroupOptions

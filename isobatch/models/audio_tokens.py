@@ -2,7 +2,7 @@
 
 The packer counts with `plan_clip` from the headers of audio files, the loader cuts by the same
 plans. The numbers are those of the clip alone: an audio encoder's convolutions need padded batches,
-and what that costs depends on the batch (`engine.dispatching.post_balancing`). Pure.
+and what that costs depends on the batch (`balance.dispatching.post_balancing`). Pure.
 """
 
 from dataclasses import dataclass

@@ -151,6 +151,18 @@ class FlopsModel:
         squares = float(self.llm_flops_per_square) * load.llm_squares
         return np.asarray(linear + squares, dtype=np.float64)
 
+    def phase_ms(self, counts: Counts) -> FloatArray:
+        """Predicted time of both passes of each sample, float64, (samples, 3).
+
+        Columns: encoder and projector, the LLM without attention, its attention.
+        """
+        load = self.loads(counts)
+        attention = float(self.llm_flops_per_square) * load.llm_squares
+        llm = self.llm_flops(load) - attention
+        seconds = self.vit_flops(load) / self.speed.vit_flops_per_s
+        columns = [seconds, *(part / self.speed.llm_flops_per_s for part in (llm, attention))]
+        return 1e3 * TRAIN_FACTOR * np.stack(columns, axis=1)
+
     def train_flops(self, load: ComputeLoad) -> FloatArray:
         """FLOPs of both passes with everything trained, without recomputation (the M of MFU)."""
         return TRAIN_FACTOR * (self.vit_flops(load) + self.llm_flops(load))

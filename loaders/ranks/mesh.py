@@ -53,3 +53,22 @@ def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list
             )
         dims.append(name)
     return dims
+
+
+def data_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group of the data-parallel ranks of a mesh; a group, or None for all ranks, as it is.
+
+    ConfigError for a mesh of several data-parallel dimensions.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    names = group.mesh_dim_names
+    if group.ndim == 1:
+        return group.get_group()
+    dims = data_dims(names or tuple(map(str, range(group.ndim))))
+    if len(dims) != 1:
+        raise ConfigError(
+            f"device_mesh has the data-parallel dimensions {', '.join(dims) or '(none)'}; give the "
+            "group of them all together, e.g. mesh[...] of one dimension"
+        )
+    return group.get_group(dims[0])

@@ -6,10 +6,11 @@ import sys
 from isobatch import balance
 
 NAMES = """
-ActivationBudget BASELINES GlobalShuffle GroupOptions GroupOrder Resource StepAssignment
-StepPlanner StepRequest as_groups autocorrelation choose_limits choose_limits_omnibal dist_ratio
-epoch_steps even_out fill gradient_shares group_balanced group_best_fit group_isf lower_bounds
-pad_ratio padded_loads regroup repeated_pairs sample_weights source_entropy
+ActivationBudget BASELINES GlobalShuffle GroupOptions GroupOrder MoveCosts Resource RolloutPlan
+StepAssignment StepPlanner StepRequest as_groups assign_rollouts autocorrelation bound_ms
+choose_limits choose_limits_omnibal dist_ratio epoch_steps even_out even_ranks fill
+gradient_shares group_balanced group_best_fit group_isf lower_bounds pad_ratio padded_loads
+regroup repeated_pairs sample_weights source_entropy step_ms
 """
 
 

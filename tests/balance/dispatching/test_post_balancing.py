@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobatch.balance.metrics import longest
-from isobatch.common.types import IntArray
-from isobatch.engine.dispatching.post_balancing import (
+from isobatch.balance.dispatching.post_balancing import (
     EXACT_MEAN,
     as_batches,
     balance_conv,
@@ -18,6 +16,8 @@ from isobatch.engine.dispatching.post_balancing import (
     balance_squares,
     balance_sums,
 )
+from isobatch.balance.metrics import longest
+from isobatch.common.types import IntArray
 from support.oracles import post_balancing_oracle as oracle
 
 

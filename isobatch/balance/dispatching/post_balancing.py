@@ -22,10 +22,16 @@ they are ranges of the sorted examples. A range's cost only grows with its end, 
 longest ranges are the fewest, found by bisection: O(d log n) per bound, some 18 bounds.
 """
 
+from typing import Literal, get_args
+
 import numba
 import numpy as np
 
+from isobatch.common.errors import ConfigError
 from isobatch.common.types import FloatArray, Groups, IntArray
+
+Algorithm = Literal["sums", "padded", "squares", "padded_attention", "conv"]
+"""OrchMLLM's algorithms 1, 2, 4, ours for padded attention, and 5."""
 
 LengthsOrCosts = IntArray | FloatArray
 """Lengths in tokens, or costs in any unit; never negative."""
@@ -146,6 +152,41 @@ def balance_padded_attention(lengths: IntArray, num_batches: int, *, weight: flo
     batches = np.empty(len(lengths), np.int64)
     batches[order] = _split_attention(lengths[order], num_batches, float(weight))
     return batches
+
+
+def assign_batches(  # noqa: PLR0913 - options by name
+    lengths: IntArray,
+    num_batches: int,
+    *,
+    algorithm: Algorithm = "sums",
+    squares: IntArray | None = None,
+    weight: float = 0.0,
+    tolerance: float = 0.02,
+    name: str = "a phase",
+) -> IntArray:
+    """Batch of each example by an algorithm's name, int64, (num_examples,).
+
+    `squares`: sums of squared lengths of what attends together, by default the squared lengths;
+    `weight`: cost of a squared token in tokens (OrchMLLM: beta / alpha). `tolerance`: of "squares",
+    as a share of the mean sum. ConfigError, which names the phase, for another algorithm.
+
+    >>> assign_batches(np.array([5, 1, 4, 2, 6]), 3).tolist()
+    [1, 1, 2, 2, 0]
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if algorithm == "sums":
+        added = np.square(lengths) if squares is None else squares
+        costs = np.asarray(lengths + weight * added, np.float64)
+        return balance_sums(costs if weight else lengths, num_batches)
+    if algorithm == "squares":
+        tokens = int(tolerance * lengths.sum() / num_batches)
+        return balance_squares(lengths, num_batches, tolerance=tokens)
+    if algorithm == "padded_attention":
+        return balance_padded_attention(lengths, num_batches, weight=weight)
+    if algorithm not in ("padded", "conv"):
+        known = ", ".join(get_args(Algorithm))
+        raise ConfigError(f"algorithm of {name} is {algorithm!r}; use one of {known}")
+    return (balance_padded if algorithm == "padded" else balance_conv)(lengths, num_batches)
 
 
 def as_batches(batches: IntArray, num_batches: int) -> Groups:

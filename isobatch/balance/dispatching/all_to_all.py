@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isobatch.balance.dispatching.post_balancing import as_batches
 from isobatch.common.types import Groups, IntArray
-from isobatch.engine.dispatching.post_balancing import as_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     """The permutation that brings each example to its target rank, in source order there.
 
     `target_ranks` in source order, shape (num_examples,): the result of a function of
-    `engine.dispatching.post_balancing`, or with node-wise placement `place_batches(...)[batches]`.
+    `balance.dispatching.post_balancing`, or with node-wise placement `place_batches(...)[batches]`.
 
     >>> from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3])).order.tolist()
     [1, 0, 2]

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from isobatch.balance.dispatching.post_balancing import as_batches
 from isobatch.common.types import IntArray
-from isobatch.engine.dispatching.post_balancing import as_batches
 
 PRECISION = 256
 """The bisection ends when the target is known to 1/256."""
@@ -67,7 +67,7 @@ def place_batches(
 ) -> IntArray:
     """Rank of each batch for a small largest inter-node send (OrchMLLM, Algorithm 3).
 
-    `lengths` are tokens, `batches` the batch of each example as `engine.dispatching.post_balancing`
+    `lengths` are tokens, `batches` the batch of each example as a function of `post_balancing`
     gives it, both rank after rank: rank r holds the examples `source_offsets[r]` to
     `source_offsets[r + 1]`. There are as many batches as ranks. A node is `ranks_per_node` ranks in
     a row, the last may be fewer. Returns a permutation, int64, shape (num_ranks,): batch b moves to

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isobatch.balance.dispatching.all_to_all import Permutation, comm_volumes, from_assignment
 from isobatch.common.types import IntArray
-from isobatch.engine.dispatching.all_to_all import Permutation, comm_volumes, from_assignment
 from support.oracles import post_balancing_oracle as oracle
 
 

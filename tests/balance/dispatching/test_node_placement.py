@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isobatch.balance.dispatching.node_placement import place_batches
+from isobatch.balance.dispatching.post_balancing import balance_sums
 from isobatch.common.types import IntArray
-from isobatch.engine.dispatching._node_placement import place_batches
-from isobatch.engine.dispatching.post_balancing import balance_sums
 from support.cases import for_each
 from support.oracles import post_balancing_oracle as oracle
 from support.oracles.node_placement_bound import node_bound, whole_bound, worst_node_bound

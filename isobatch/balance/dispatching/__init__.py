@@ -1,0 +1,1 @@
+"""Samples of a step to ranks: OrchMLLM's algorithms, several loads at once."""
