@@ -26,7 +26,7 @@ OF_OTHERS = {
     "class",
     "lang",
 }
-"""Keywords of torch, transformers, Accelerate and other trainers in hints, and no options of ours."""
+"""Keywords of torch, transformers, Accelerate and other trainers in hints; no options of ours."""
 NO_OPTION = {"--thumbnail"}
 """A property of a style sheet."""
 

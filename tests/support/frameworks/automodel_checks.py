@@ -25,6 +25,7 @@ from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.models.common.packing import configure_packing_for_models
 from nemo_automodel.components.utils.model_utils import filter_forward_kwargs
 from PIL import Image
+from torch.distributed.device_mesh import init_device_mesh
 
 from isobatch.common.errors import ConfigError
 from isobatch.loaders import BalancedLoader, StreamingLoader, model_inputs, packed_batch
@@ -419,3 +420,20 @@ def test_loaders_of_both_kinds_are_made(data):
     loader = records.build(rank=1, world_size=2)
     assert isinstance(loader, BalancedLoader)
     assert (loader.config.dp_rank, loader.config.dp_world_size) == (1, 2)
+
+
+@pytest.fixture
+def mesh():
+    """Of one process, which is data parallel alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_device_mesh_says_which_rank_this_is(data, mesh):
+    dataset = BalancedDataset(url=data.folder / "packed", options={"device_mesh": mesh})
+    config = dataset.build(rank=1, world_size=2).config
+    assert (config.dp_rank, config.dp_world_size) == (0, 1)

@@ -19,6 +19,7 @@ if torch.version.cuda is None:
         schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         torch.library.define(f"torchvision::{name}", schema)
 
+from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.distributed.utils import set_spmd_backend
@@ -415,3 +416,21 @@ def test_the_program_of_the_docs_makes_the_trainers_config(data, monkeypatch):
     inputs, labels = next(iter(loading))
     assert inputs["input"].shape == labels.shape == (1, SEQ_LEN)
     json.dumps(scope["config"].dataloader.to_dict())
+
+
+@pytest.fixture
+def mesh():
+    """Of one process, which is data parallel alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_device_mesh_says_which_rank_this_is(data, mesh):
+    config = configs(data)[0]
+    config.options = {"device_mesh": mesh}
+    loading = made(config, rank=1, ranks=2)
+    assert (loading.loader.config.dp_rank, loading.loader.config.dp_world_size) == (0, 1)
