@@ -102,11 +102,24 @@ def _grid_places(run: Run) -> Tensor:
     return places.flatten(1)
 
 
+def _with_one_kind(batch: MicroBatch, config: Any) -> MicroBatch:
+    """Where there are images and videos, videos get the token of images, and count as such.
+
+    The model's encoder, which is the same for both, then runs once: with FSDP it must run equally
+    often on every rank, whatever its micro-batch has.
+    """
+    seconds = batch.video_seconds
+    if seconds is None or bool((seconds > 0).all()) or not bool((seconds > 0).any()):
+        return batch
+    is_video = batch.input_ids == getattr(config, "video_token_id", config.image_token_id)
+    return replace(batch, input_ids=batch.input_ids.masked_fill(is_video, config.image_token_id))
+
+
 def _merged_images(batch: MicroBatch, config: Any) -> Arguments:
-    """Images and videos apart, each with its grids."""
+    """Images and videos apart, each with its grids; together where all have the images' token."""
     grids = image_grids(batch)
     seconds = batch.video_seconds
-    if seconds is None:
+    if seconds is None or not bool((batch.input_ids == config.video_token_id).any()):
         return {"pixel_values": batch.pixel_values, "image_grid_thw": grids}
     parts = torch.split(batch.pixel_values, grids.prod(dim=1).tolist())
     arguments: Arguments = {}
@@ -172,7 +185,11 @@ def _sliced_images(batch: MicroBatch, config: Any) -> Arguments:
 
 
 _MERGED = ModelFamily(
-    blank=_blank_merged, images=_merged_images, positions=mrope_positions, is_native=True
+    blank=_blank_merged,
+    images=_merged_images,
+    one_kind=_with_one_kind,
+    positions=mrope_positions,
+    is_native=True,
 )
 _STAMPED = replace(_MERGED, positions=_stamped_positions)
 _GLM = replace(_STAMPED, images=_glm_images)

@@ -39,6 +39,11 @@ def pixels_alone(batch: MicroBatch, config: Any) -> Arguments:
     return {"pixel_values": batch.pixel_values}
 
 
+def as_it_is(batch: MicroBatch, config: Any) -> MicroBatch:
+    """No change."""
+    return batch
+
+
 def text_positions(batch: MicroBatch, config: Any) -> Tensor:
     """Positions from 0 in each sample: (1, tokens)."""
     return batch.position_ids[None]
@@ -56,6 +61,8 @@ class ModelFamily:
     blank: Callable[[Any], BlankImage]
     images: Callable[[MicroBatch, Any], Arguments] = pixels_alone
     """Arguments made of a micro-batch's images, of which there is at least one."""
+    one_kind: Callable[[MicroBatch, Any], MicroBatch] = as_it_is
+    """The micro-batch whose images and videos the model encodes in one pass, if it can."""
     positions: Callable[[MicroBatch, Any], Tensor] = text_positions
     """`position_ids`."""
     masks: Callable[[MicroBatch, Any], Arguments] = causal

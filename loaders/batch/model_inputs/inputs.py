@@ -92,6 +92,7 @@ def model_inputs(
     samples = batch
     num_rows = max(1, batch.num_samples)
     batch, config, family = with_blank_media(batch, model, always_encode=always_encode)
+    batch = family.one_kind(batch, config)
     is_labelled = _chooses_positions(model, logits, with_labels=with_labels)
     if (
         with_labels

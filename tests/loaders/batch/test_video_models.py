@@ -53,6 +53,19 @@ def test_packs_with_videos_are_as_their_samples_alone(name: str) -> None:
         assert off <= TOLERANCE, f"{kinds}: gradients off by {off:.1e}"
 
 
+@for_each("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_encoders_run_once_whatever_a_micro_batch_has(name: str) -> None:
+    """As often on every rank, which FSDP needs."""
+    model = make_video_model(name)
+    passes: list[int] = []
+    model.model.visual.register_forward_hook(lambda *_: passes.append(1))
+    for kinds in (["t"], ["i"], ["v"], ["i", "v"], ["ivi", "t", "v"]):
+        passes.clear()
+        inputs = model_inputs(packed(name, make_samples(name, kinds, seed=1)), model.config)
+        model(**inputs).loss.backward()
+        assert len(passes) == 1, kinds
+
+
 def test_samples_with_videos_of_a_model_with_linear_attention_are_as_alone() -> None:
     """By themselves: several need kernels that keep them apart."""
     model = make_video_model("qwen3_5")
