@@ -1,4 +1,4 @@
-"""`dispatch`: an encoder's inputs to other ranks, its outputs back, with gradients (OrchMLLM).
+"""`dispatch`: an encoder's inputs to other ranks and its outputs back (OrchMLLM).
 
 In place of `features = encoder(pixels, grids)` in a model that is trained data-parallel:
 

@@ -1,4 +1,4 @@
-"""Python objects from rank to rank: one all-to-all, tensors and arrays without copies into pickles.
+"""Python objects from rank to rank in one all-to-all, tensors as they are.
 
 For `rebalance`. Collectives run on the CPU where the group has a backend for it (gloo), else on the
 current GPU. `measure_link` says what an exchange takes.

@@ -1,4 +1,4 @@
-"""`rebalance`: samples to other data-parallel ranks within a training step, so that none waits.
+"""`rebalance`: samples of a step to other ranks, so that none waits.
 
 For loaders that are not ours. All ranks tell each other what their samples cost; each computes the
 same plan (`balance.dispatching.even_ranks`), with the price of what travels; and samples change

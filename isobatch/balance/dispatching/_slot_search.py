@@ -1,4 +1,4 @@
-"""The search of `even_ranks`: samples change their slots while squared distances fall. Numba.
+"""The search of `even_ranks`: samples change slots while squares fall. Numba.
 
 A slot is micro-batch * num_ranks + rank. A change takes sample i from slot a to b, or exchanges it
 for j. Squared distances from the micro-batch's mean then change by 2 c (q c + Db - Da) per phase,

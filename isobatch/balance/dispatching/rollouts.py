@@ -1,4 +1,4 @@
-"""Rollouts of reinforcement learning to ranks and micro-batches, by vision, LLM and attention.
+"""Rollouts of RL to ranks and micro-batches, by vision, LLM and attention.
 
 For trainers that know all lengths of a step before they train on it: `assign_rollouts` says which
 rank trains on which rollouts, and in which micro-batches, so that nothing but numbers is moved
