@@ -1,4 +1,4 @@
-"""`BridgeIterator`: a loader's micro-batches for Megatron-Bridge's external data iterator.
+"""`BridgeIterator`: a loader's micro-batches for Megatron-Bridge's iterator.
 
 Imports nothing of Megatron: batches are dicts, and the container of the pixels is given. Bridge 0.3
 packs in its step, from a padded row per sample; Bridge 0.6 is given one row (THD) with the borders
@@ -117,7 +117,7 @@ class BridgeIterator:
 
 
 def _rows(batch: MicroBatch) -> dict[str, Tensor]:
-    """(samples, longest), padded on the right; `attention_mask` 1 at tokens, from which 0.3 packs."""
+    """(samples, longest), padded on the right, from which 0.3 packs."""
     padded = batch.padded()
     borders = torch.tensor([0, padded["labels"].shape[1]])
     labels = torch.stack([shift_labels(row, borders) for row in padded["labels"]])

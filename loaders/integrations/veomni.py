@@ -5,7 +5,7 @@ the names in its YAML. Ours gives a list of micro-batches per step, each through
 collator: so fields, Ulysses shards and a model's metadata are what that makes of samples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ def register(
     """Let `data.datasets_type` and `data.dataloader.type` of VeOmni's YAML be `name`.
 
     `make_loader`: takes a loader's options of ranks, micro-batches per step, seed and `remainder`
-    (unfull steps are dropped), which come from VeOmni: `functools.partial(StreamingLoader, "packed")`, or of a `BalancedLoader`.
+    (unfull steps are dropped), which come from VeOmni. For example
+    `functools.partial(StreamingLoader, "packed")`, or of a `BalancedLoader`.
 
     `model`: a model of transformers or its config, of `FAMILIES`; None for text alone.
 
@@ -48,7 +49,7 @@ def register(
             f"model type {config.model_type!r}: VeOmni is given samples of {', '.join(FAMILIES)}"
         )
 
-    def data_loader(  # noqa: PLR0913 - options that VeOmni gives by name
+    def data_loader(
         dataset: Any,
         *,
         micro_batch_size: int,
@@ -137,8 +138,8 @@ def sample_features(batch: MicroBatch, model: Any = None) -> list[dict[str, Tens
         masks = {"image_mask": types == IMAGE, "video_mask": types == VIDEO}
         ids = packed.input_ids.masked_fill(masks["image_mask"] | masks["video_mask"], 0)
         values |= {"input_ids": ids, "mm_token_type_ids": types, **masks}
-    lengths: Sequence[int] = packed.cu_seqlens.diff().tolist()
-    split = {name: value.split(lengths, dim=-1) for name, value in values.items()}
+    lengths: list[int] = packed.cu_seqlens.diff().tolist()
+    split = {name: torch.split(value, lengths, dim=-1) for name, value in values.items()}
     # clones: the collator writes into labels
     features = [
         {name: parts[number].clone() for name, parts in split.items()}

@@ -2,7 +2,7 @@
 
 It is installed from PyPI into an environment of its own, kept in pytest's cache, so not by default:
 
-    pytest -m other_trainers tests/loaders/integrations/test_veomni.py
+    pytest -m other_trainers tests/loaders/trainers/test_veomni.py
 """
 
 import subprocess
@@ -13,7 +13,7 @@ from support import ROOT, TESTS, child_env
 from support.frameworks.environments import python_of
 
 pytestmark = [pytest.mark.other_trainers, pytest.mark.timeout(1200)]
-CHECKS = TESTS / "support" / "frameworks" / "veomni_checks.py"
+CHECKS = TESTS / "support" / "frameworks" / "veomni" / "checks.py"
 RUN_S = 900
 
 

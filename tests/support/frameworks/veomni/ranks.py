@@ -1,7 +1,7 @@
-"""On each of two ranks, over gloo: VeOmni's trainer on a build, by the program of its page; then its
-loaders in a Ulysses group. Rank 0 writes what they gave into OUT.pt.
+"""On each of two ranks, over gloo: VeOmni's trainer on a build, by the program of its page; then
+its loaders in a Ulysses group. Rank 0 writes what they gave into OUT.pt.
 
-    torchrun veomni_ranks.py FOLDER OUT
+    torchrun ranks.py FOLDER OUT
 
 FOLDER has packed, model and veomni.yaml. torch.cpu is given what VeOmni asks of a GPU's module, and
 the group is there before, since it knows no gloo.

@@ -1,4 +1,4 @@
-"""Batches for Megatron-Bridge: beside its own functions, state, and peers that have the same data."""
+"""Batches for Megatron-Bridge: beside its own functions, their state, and peers' data."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from support.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
-from support.models.tiny_models import make_batch, make_config  # noqa: E402
+from support.models.tiny_models import make_batch, make_config
 
 CHECKS = TESTS / "support" / "frameworks" / "bridge_checks.py"
 CASES = [("qwen2_vl", counts) for counts in ([1, 0, 2], [0, 0], [2], [])]

@@ -26,10 +26,10 @@ from isobatch.loaders import shift_labels
 from isobatch.loaders.integrations.veomni import VeOmniLoader, register, sample_features
 from support import ROOT, TESTS
 from support.frameworks.page_programs import yaml_block
-from support.frameworks.veomni_data import write_packed
+from support.frameworks.veomni.data import write_packed
 
 RATE, EPOCHS = 0.02, 3
-RANKS = TESTS / "support" / "frameworks" / "veomni_ranks.py"
+RANKS = TESTS / "support" / "frameworks" / "veomni" / "ranks.py"
 OPERATIONS = {
     field.name: {"attn_implementation": "sdpa", "qat_implementation": "none"}.get(
         field.name, "eager"
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_one_line(data):
     register(partial(StreamingLoader, data.folder / "packed"), data.config)
     with pytest.raises(ConfigError, match="dyn_bsz=True, micro_batch_size=1; a group is a micro"):
         veomni_loader(dyn_bsz=True)
-    with pytest.raises(ConfigError, match="data.datasets_type of VeOmni must be 'isobatch' too"):
+    with pytest.raises(ConfigError, match=r"data\.datasets_type of VeOmni must be 'isobatch' too"):
         build_dataloader("isobatch", dataset=[], collate_fn=MainCollator(), **SETTINGS)
     with pytest.raises(ConfigError, match="loss_weights is 'square', but VeOmni takes the mean"):
         VeOmniLoader(loader_of(data, loss_weights="square"), MainCollator())
