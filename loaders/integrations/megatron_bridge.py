@@ -87,7 +87,7 @@ class BridgeIterator:
 
     def __init__(self, loader: StepStream, batches: BridgeBatches) -> None:
         self.loader, self._batches = loader, batches
-        self._stream: Iterator[dict[str, Any]] | None = None
+        self._stream: Iterator[tuple[dict[str, Any], dict[str, Any] | None]] | None = None
         self._state = loader.state_dict()
 
     def __iter__(self) -> "BridgeIterator":
@@ -95,8 +95,11 @@ class BridgeIterator:
 
     def __next__(self) -> dict[str, Any]:
         if self._stream is None:
-            self._stream = self._given()
-        return next(self._stream)
+            self._stream = _stream(self.loader, self._batches)
+        batch, state = next(self._stream)
+        if state is not None:
+            self._state = state
+        return batch
 
     def save_state(self) -> dict[str, Any]:
         """Position after the last step of which all micro-batches were taken."""
@@ -107,13 +110,16 @@ class BridgeIterator:
         self.loader.load_state_dict(state)
         self._state, self._stream = state, None
 
-    def _given(self) -> Iterator[dict[str, Any]]:
-        for step in StepDataset(self.loader):
-            *others, last = step.micro_batches
-            yield from map(self._batches, others)
-            given = self._batches(last)
-            self._state = step.state
-            yield given
+
+def _stream(
+    loader: StepStream, batches: BridgeBatches
+) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Batches, the last of each step with the state after it."""
+    for step in StepDataset(loader):
+        *others, last = step.micro_batches
+        for batch in others:
+            yield batches(batch), None
+        yield batches(last), step.state
 
 
 def _rows(batch: MicroBatch) -> dict[str, Tensor]:
