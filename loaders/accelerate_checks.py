@@ -11,10 +11,22 @@ from isobatch.common.errors import ConfigError
 ADVICE = "leave it out of prepare, or give prepare the loader itself, which it passes on"
 
 
-def check_accumulation() -> None:
-    """ConfigError if this process's Accelerator divides each loss by steps of its own."""
+def check_accumulation(micro_batches: int) -> None:
+    """ConfigError if this process's Accelerator divides losses, or joins gradients, by other steps.
+
+    `micro_batches`: of a step of the loader. With DeepSpeed Accelerate counts them itself.
+    """
     state = _gradient_state()
-    if state is not None and state.num_steps > 1:
+    if state is None:
+        return
+    if _has_deepspeed():
+        if state.num_steps != micro_batches:
+            raise ConfigError(
+                f"Accelerator has gradient_accumulation_steps={state.num_steps}, so DeepSpeed "
+                f"updates after as many micro-batches, but a step of the loader has {micro_batches}"
+                " (micro_batches_per_step); give both the same value"
+            )
+    elif state.num_steps > 1:
         raise ConfigError(
             f"Accelerator has gradient_accumulation_steps={state.num_steps} and divides each loss "
             "by it, but losses are divided already; leave it at 1: a step is "
@@ -36,3 +48,10 @@ def check_not_dispatched(dataset: Any) -> None:
 def _gradient_state() -> Any:
     module = sys.modules.get("accelerate.state")
     return None if module is None else module.GradientState()
+
+
+def _has_deepspeed() -> bool:
+    module = sys.modules["accelerate.state"]
+    return bool(module.is_initialized()) and (
+        module.AcceleratorState().distributed_type.value == "DEEPSPEED"
+    )

@@ -115,7 +115,7 @@ class StepStream:
         elif self.is_evaluation and not self._resumes and self.remaining_steps < len(self):
             self._steps.start_epoch(self.epoch)
         if not self.is_evaluation:
-            check_accumulation()
+            check_accumulation(self._config.micro_batches_per_step)
         self._resumes = False
         self.check_ranks()
         self._steps.check_epoch()

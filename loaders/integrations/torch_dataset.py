@@ -68,7 +68,7 @@ class StepDataset(IterableDataset[Step]):
         """State for a worker process, which does not know what this one does with its steps."""
         check_not_dispatched(self)
         if not self.loader.is_evaluation:
-            check_accumulation()
+            check_accumulation(self.loader.config.micro_batches_per_step)
         return self.__dict__
 
     @property

@@ -158,7 +158,8 @@ def media_arguments(batch: MicroBatch, config: Any, family: ModelFamily) -> Argu
 
 def config_of(model: Any) -> Any:
     """The config of a model of transformers, whatever wraps it; a config as it is."""
-    while isinstance(model, Module) and not hasattr(model, "config"):
+    # DeepSpeed's engine has a config of its own, a dict
+    while isinstance(model, Module) and isinstance(getattr(model, "config", {}), dict):
         if (inner := getattr(model, "module", None)) is None:
             raise ConfigError(
                 f"{type(model).__name__} is no model of transformers; give one, or its config"

@@ -191,6 +191,16 @@ def test_whether_gradients_are_averaged_is_found_or_asked(builds, monkeypatch):
     assert own.loss_divisor == own.loss_normalizer  # an evaluation's losses are summed
 
 
+def test_the_config_is_found_in_an_engine_with_one_of_its_own(builds):
+    loader = StreamingLoader(builds[0])
+    (batch,) = next(iter(loader))
+    engine = torch.nn.Module()  # as DeepSpeed's
+    engine.module, engine.config = make_internvl(loader), {"train_batch_size": 1}
+    inputs, expected = (model_inputs(batch, model) for model in (engine, engine.module))
+    assert inputs.keys() == expected.keys()
+    assert torch.equal(inputs["input_ids"], expected["input_ids"])
+
+
 def test_a_models_mean_loss_is_refused(builds):
     packed, _ = builds
     loader = StreamingLoader(packed)

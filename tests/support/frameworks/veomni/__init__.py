@@ -1,0 +1,1 @@
+"""VeOmni: what its environment runs."""

@@ -1,0 +1,231 @@
+"""Tests of our loaders in VeOmni; `test_veomni.py` runs them in its environment."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from functools import partial
+from itertools import chain, islice
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+import yaml
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from veomni.arguments import arguments_types
+from veomni.data import MainCollator, build_dataloader, build_dataset
+from veomni.data.data_transform import build_data_transform
+from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu
+from veomni.utils.constants import IMAGE_INPUT_INDEX
+
+from isobatch import BalancedLoader, StreamingLoader, model_inputs
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import shift_labels
+from isobatch.loaders.integrations.veomni import VeOmniLoader, register, sample_features
+from support import ROOT, TESTS
+from support.frameworks.page_programs import yaml_block
+from support.frameworks.veomni.data import write_packed
+
+RATE, EPOCHS = 0.02, 3
+RANKS = TESTS / "support" / "frameworks" / "veomni" / "ranks.py"
+OPERATIONS = {
+    field.name: {"attn_implementation": "sdpa", "qat_implementation": "none"}.get(
+        field.name, "eager"
+    )
+    for field in fields(arguments_types.OpsImplementationConfig)
+}
+"""Those that run on a CPU."""
+SETTINGS = {"micro_batch_size": 1, "global_batch_size": 2, "dyn_bsz": False, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("veomni")
+    records, config = write_packed(folder, 40)
+    return SimpleNamespace(folder=folder, records=records, config=config)
+
+
+@pytest.fixture(scope="module")
+def theirs(data):
+    """VeOmni's model."""
+    kind = patched_modeling_qwen2_5_vl_gpu.Qwen2_5_VLForConditionalGeneration
+    return kind(kind.config_class.from_pretrained(data.folder / "model"))
+
+
+def loader_of(data, **options):
+    return StreamingLoader(data.folder / "packed", dp_rank=0, dp_world_size=1, **options)
+
+
+def veomni_loader(**changes):
+    settings = SETTINGS | {"collate_fn": MainCollator()} | changes
+    return build_dataloader("isobatch", dataset=build_dataset("isobatch"), **settings)
+
+
+def same(ours, theirs, place=""):
+    assert type(ours) is type(theirs), place
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype, place
+        assert ours.shape == theirs.shape, place
+        if "pixel_values" in place:  # divided by 255 and by the deviation, at once or in turn
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(ours, theirs), place
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), place
+        for name, value in ours.items():
+            same(value, theirs[name], f"{place} {name}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), place
+        for left, right in zip(ours, theirs, strict=True):
+            same(left, right, place)
+    else:
+        assert ours == theirs, place
+
+
+def test_batches_are_those_that_veomni_makes_of_the_same_samples(data, theirs, monkeypatch):
+    """By its transform of Qwen2.5-VL, with the processor's pictures and its positions, and its
+    collator. Only the words come from the build, through a chat template that repeats them.
+    """
+    # its readers of videos need torchvision, and are imported with those of images
+    monkeypatch.setitem(sys.modules, "veomni.data.multimodal.video_utils", mock.MagicMock())
+    images = Qwen2VLImageProcessorPil.from_pretrained(data.folder / "model")
+    records = {record["id"]: record for record in data.records}
+    collate = MainCollator(metadata_collate_func=theirs.get_metadata_collate_func())
+    num_images = 0
+    for (batch,) in loader_of(data, exact_resize=True):
+        if not len(batch.image_sizes):
+            continue
+        borders, features = batch.cu_seqlens.tolist(), []
+        for name, start, end in zip(batch.sample_ids, borders, borders[1:], strict=False):
+            ids, labels = batch.input_ids[start:end].clone(), batch.labels[start:end].clone()
+            ids[ids == data.config.image_token_id] = IMAGE_INPUT_INDEX
+            words = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+            files = [str(data.folder / "raw" / file) for file in records[name]["image"]]
+            num_images += len(files)
+            transform = build_data_transform(
+                "qwen2_5_vl",
+                processor=SimpleNamespace(image_processor=images),
+                chat_template=SimpleNamespace(encode_messages=lambda *_, words=words, **__: words),
+                position_id_func=theirs.get_position_id_func(),
+            )
+            turns = {"source_name": "fineweb_100BT", "images": files, "text": ""}
+            features += transform(turns)
+        same(collate(sample_features(batch, data.config)), collate(features))
+    assert num_images > 20
+
+
+@pytest.mark.parametrize("kind", ["build", "records"])
+def test_loaders_go_on_from_a_state(data, kind, monkeypatch):
+    monkeypatch.chdir(data.folder / "raw")
+    make = partial(StreamingLoader, data.folder / "packed")
+    if kind == "records":
+        options = {"model": str(data.folder / "model"), "max_tokens": 160}
+        make = partial(BalancedLoader, data.records, **options)
+    register(make, data.config)
+    whole, begun = veomni_loader(), veomni_loader()
+    expected = list(islice(whole, 2 * len(whole)))
+    list(islice(begun, len(whole) + 1))
+    resumed = veomni_loader()
+    resumed.load_state_dict(begun.state_dict())
+    same(list(islice(resumed, 2)), expected[len(whole) + 1 :][:2])
+
+
+def test_what_does_not_fit_is_one_line(data):
+    register(partial(StreamingLoader, data.folder / "packed"), data.config)
+    with pytest.raises(ConfigError, match="dyn_bsz=True, micro_batch_size=1; a group is a micro"):
+        veomni_loader(dyn_bsz=True)
+    with pytest.raises(ConfigError, match=r"data\.datasets_type of VeOmni must be 'isobatch' too"):
+        build_dataloader("isobatch", dataset=[], collate_fn=MainCollator(), **SETTINGS)
+    with pytest.raises(ConfigError, match="loss_weights is 'square', but VeOmni takes the mean"):
+        VeOmniLoader(loader_of(data, loss_weights="square"), MainCollator())
+    with pytest.raises(ConfigError, match="has shuffle=False; VeOmni trains on it"):
+        VeOmniLoader(loader_of(data, shuffle=False), MainCollator())
+    (batch,) = next(iter(loader_of(data)))
+    unlabelled = replace(batch, labels=torch.full_like(batch.labels, -100))
+    with pytest.raises(DataError, match="a micro-batch has no labels"):
+        sample_features(unlabelled, data.config)
+    with pytest.raises(ConfigError, match="model type 'llava': VeOmni is given samples of qwen2"):
+        register(partial(StreamingLoader, "packed"), transformers.LlavaConfig())
+
+
+def settings_of_the_page():
+    """veomni.yaml, with what a CPU needs."""
+    settings = yaml.safe_load(yaml_block("veomni"))
+    settings["model"]["ops_implementation"] = OPERATIONS
+    optimizer = {"lr": RATE, "weight_decay": 0.0, "max_grad_norm": 1e9}
+    settings["train"] |= {"optimizer": optimizer, "vit_lr": RATE, "num_train_epochs": EPOCHS}
+    settings["train"]["checkpoint"] = {"save_epochs": 0, "save_hf_weights": False}
+    precision = {"enable": True, "param_dtype": "float32"}
+    settings["train"]["accelerator"] = {"fsdp_config": {"mixed_precision": precision}}
+    return settings
+
+
+def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data):
+    (data.folder / "veomni.yaml").write_text(yaml.safe_dump(settings_of_the_page()))
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [*launch, RANKS, data.folder, "found"],
+        cwd=ROOT,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert not done.returncode, done.stderr[-5000:]
+    ranks = torch.load(data.folder / "found.pt", weights_only=False)
+    assert [rank["steps"] for rank in ranks] == [2, 2]
+    assert all(len(step) == 2 for step in ranks[0]["given"])
+    check_losses(data, ranks[0]["weights"], *(rank["losses"] for rank in ranks))
+    check_shards(data, [rank["shards"] for rank in ranks])
+
+
+def check_losses(data, weights, *losses):
+    """Each step's mean loss per label, of a plain loop over all ranks' micro-batches."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(data.folder / "model")
+    model.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, betas=(0.9, 0.95))
+    about = {"dp_world_size": 2, "micro_batches_per_step": 2, "loss_normalizer": "step"}
+    about |= {"seed": 42, "check_ranks": False, "remainder": "drop"}
+    loaders = [StreamingLoader(data.folder / "packed", dp_rank=rank, **about) for rank in range(2)]
+    expected = []
+    for steps in chain.from_iterable(zip(*loaders, strict=True) for _ in range(EPOCHS)):
+        total = 0.0
+        for batch in (batch for step in steps for batch in step):
+            inputs = model_inputs(batch, model)
+            # without flash attention nothing tells VeOmni's model where samples begin
+            mask = {"attention_mask": torch.ones_like(inputs["input_ids"])}
+            loss = model(**(inputs | mask)).loss
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+    # a rank's loss is multiplied by the number of ranks, for the mean of their gradients
+    found = [sum(parts) / 2 for parts in zip(*losses, strict=True)]
+    assert len(found) == len(expected) == 6
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def check_shards(data, ranks):
+    """Peers have the same samples, and their shards together are the whole row."""
+    lengths, steps = zip(*ranks, strict=True)
+    assert lengths[0] == lengths[1] == len(loader_of(data, remainder="drop"))
+    (first,) = islice(loader_of(data, micro_batches_per_step=2, seed=3, remainder="drop"), 1)
+    for batch, *shards in zip(first, *steps, strict=True):
+        rows = {name: [shard[name] for shard in shards] for name in shards[0]}
+        tokens = torch.cat(rows["input_ids"], dim=-1)
+        labels = torch.cat(rows["labels"], dim=-1)[0]
+        num_tokens = len(batch.input_ids)
+        is_text = batch.input_ids != data.config.image_token_id
+        assert tokens.shape[-1] % 2 == 0
+        assert torch.equal(tokens[0, :num_tokens], batch.input_ids * is_text)
+        assert torch.equal(labels[:num_tokens], shift_labels(batch.labels, batch.cu_seqlens))
+        assert (labels[num_tokens:] == -100).all()
+        for shard in shards:
+            assert shard["cu_seq_lens_q"][: len(batch.cu_seqlens)].equal(batch.cu_seqlens)
+        pixels = torch.cat(rows["pixel_values"])
+        assert torch.equal(pixels[: len(batch.pixel_values)], batch.pixel_values)
+        assert shards[0]["image_grid_thw"].equal(shards[1]["image_grid_thw"])
