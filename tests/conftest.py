@@ -23,12 +23,7 @@ compile_once.install()
 collect_ignore = ["support/preloaded.py"]
 # need their framework, and run in its environment
 collect_ignore_glob = ["support/frameworks/*_checks.py", "support/frameworks/*_on_cpu.py"]
-collect_ignore = ["support/preloaded.py", "support/frameworks/energon_checks.py"]
-# in environments of their own
-collect_ignore += [
-    f"support/frameworks/{name}.py"
-    for name in ("veomni/checks", "veomni/ranks", "deepspeed_ranks", "bridge_checks")
-]
+collect_ignore_glob += ["support/frameworks/veomni/*.py", "support/frameworks/deepspeed_ranks.py"]
 
 HANGS_S = 240
 STDERR = os.dup(2)
