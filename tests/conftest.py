@@ -22,8 +22,9 @@ compile_once.install()
 # runs what it imports, once for all ranks
 collect_ignore = ["support/preloaded.py"]
 # need their framework, and run in its environment
-collect_ignore_glob = ["support/frameworks/*_checks.py", "support/frameworks/*_on_cpu.py"]
-collect_ignore_glob += ["support/frameworks/veomni/*.py", "support/frameworks/deepspeed_ranks.py"]
+collect_ignore_glob = [
+    f"support/frameworks/{name}.py" for name in ("checks/*", "veomni/*", "deepspeed_ranks")
+]
 
 HANGS_S = 240
 STDERR = os.dup(2)

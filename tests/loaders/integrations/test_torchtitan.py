@@ -13,7 +13,7 @@ from support import ROOT, TESTS, child_env
 from support.frameworks.environments import python_of
 
 pytestmark = [pytest.mark.other_trainers, pytest.mark.timeout(1200)]
-CHECKS = TESTS / "support" / "frameworks" / "torchtitan_checks.py"
+CHECKS = TESTS / "support" / "frameworks" / "checks" / "torchtitan_checks.py"
 RUN_S = 900
 
 

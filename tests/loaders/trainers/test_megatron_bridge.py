@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 
 from support.models.tiny_models import make_batch, make_config
 
-CHECKS = TESTS / "support" / "frameworks" / "bridge_checks.py"
+CHECKS = TESTS / "support" / "frameworks" / "checks" / "bridge_checks.py"
 CASES = [("qwen2_vl", counts) for counts in ([1, 0, 2], [0, 0], [2], [])]
 
 

@@ -1,6 +1,7 @@
 """MDS datasets: ranges of samples, places of files, columns that are not read, and damage.
 
-Next to MosaicML's own writer and reader they are in tests/support/frameworks/mds_source_checks.py.
+Next to MosaicML's own writer and reader they are in
+tests/support/frameworks/checks/mds_source_checks.py.
 """
 
 import tracemalloc

@@ -1,6 +1,6 @@
 """Metadatasets of Energon: shares, subsets, files in other datasets, and what is refused.
 
-Next to Energon's own reading they are in tests/support/frameworks/energon_source_checks.py.
+Next to Energon's own reading they are in tests/support/frameworks/checks/energon_source_checks.py.
 """
 
 import json

@@ -29,7 +29,11 @@ def test_what_they_write_is_packed_as_they_read_it(pytestconfig, tmp_path, envir
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, f"--basetemp={tmp_path / 'checks'}", TESTS / "support" / "frameworks" / checks],
+        [
+            *command,
+            f"--basetemp={tmp_path / 'checks'}",
+            TESTS / "support" / "frameworks" / "checks" / checks,
+        ],
         cwd=ROOT,
         env=child_env(OMP_NUM_THREADS="1", PATH=programs),
         capture_output=True,

@@ -43,7 +43,7 @@ from support.models.saved_videos import save_video_folder
 
 CAP, NUM_RECORDS = 400, 40
 PAGE = ROOT / "docs/load/trainers/automodel.md"
-ON_CPU = TESTS / "support" / "frameworks" / "automodel_on_cpu.py"
+ON_CPU = TESTS / "support" / "frameworks" / "checks" / "automodel_on_cpu.py"
 RECIPE = """
 step_scheduler: {{global_batch_size: {batch}, local_batch_size: 1, max_steps: {steps},
                  ckpt_every_steps: 3}}

@@ -1,0 +1,1 @@
+"""Checks that run in the environment of a framework, next to its own code."""
