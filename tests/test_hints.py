@@ -21,6 +21,8 @@ OF_OTHERS = {
     "num_workers",
     "cp_size",
     "packing_format",
+    # of SQLite's addresses
+    "immutable",
     # of HTML and SVG
     "charset",
     "class",

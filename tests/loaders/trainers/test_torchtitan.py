@@ -2,7 +2,7 @@
 
 It is installed from PyPI into an environment of its own, kept in pytest's cache, so not by default:
 
-    pytest -m other_trainers tests/loaders/integrations/test_torchtitan.py
+    pytest -m other_trainers tests/loaders/trainers/test_torchtitan.py
 """
 
 import subprocess

@@ -1,14 +1,11 @@
-"""Energon's own loader on builds of `--format energon`, by the code of docs/load/trainers.
+"""NeMo Automodel with both loaders, by the code of docs/load/trainers.
 
 It is installed from PyPI into an environment of its own, kept in pytest's cache, so not by default:
 
-    pytest -m other_trainers tests/loaders/integrations/test_energon.py
+    pytest -m other_trainers tests/loaders/trainers/test_automodel.py
 """
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,19 +13,17 @@ from support import ROOT, TESTS, child_env
 from support.frameworks.environments import python_of
 
 pytestmark = [pytest.mark.other_trainers, pytest.mark.timeout(1200)]
-CHECKS = TESTS / "support" / "frameworks" / "checks" / "energon_checks.py"
+CHECKS = TESTS / "support" / "frameworks" / "checks" / "automodel_checks.py"
 RUN_S = 900
 
 
-def test_energon_reads_builds_in_our_order_and_resumes(pytestconfig, tmp_path):
-    python = python_of("energon", pytestconfig.cache.mkdir("frameworks"))
-    # with the S3 server, which is among the programs of this environment
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+def test_automodels_recipe_gets_its_own_batches_and_resumes(pytestconfig, tmp_path):
+    python = python_of("nemo_automodel", pytestconfig.cache.mkdir("frameworks"))
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [*command, f"--basetemp={tmp_path / 'checks'}", CHECKS],
         cwd=ROOT,
-        env=child_env(OMP_NUM_THREADS="1", PATH=programs),
+        env=child_env(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         check=False,

@@ -2,7 +2,7 @@
 
 They are installed from PyPI into an environment of their own, so not by default:
 
-    pytest -m other_trainers tests/loaders/integrations/test_verl.py
+    pytest -m other_trainers tests/loaders/trainers/test_verl.py
 """
 
 import subprocess
