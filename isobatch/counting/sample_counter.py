@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 
 import numpy as np
@@ -181,7 +181,6 @@ class SampleCounter:
         self._may_ask = isinstance(model.vision, NativeRule)
         rules = model.vision, model.video
         self._has_runs = any(rule.part_names for rule in rules if rule is not None)
-        self._model_hash = hash_json(model_to_dict(model))
 
     @_collecting_later()
     def count(self, records: Iterable[RawRecord], source: str, root: str, name: str) -> Counted:
@@ -264,6 +263,11 @@ class SampleCounter:
             next(texts) if one[0].stored is None else self._of_build(one, one[0].stored)
             for one in samples
         ]
+
+    @cached_property
+    def _model_hash(self) -> str:
+        """Of samples of builds alone: what stands for a model of a user's function has none."""
+        return hash_json(model_to_dict(self._model))
 
     def _of_build(self, usable: _Usable, stored: StoredTokens) -> EncodedText | TextRejected:
         """Tokens of a build, by the runs that its files have. ConfigError for those of another
