@@ -47,8 +47,8 @@ def test_prose_fits_100_columns():
                 assert len(line) <= 100, f"{page.relative_to(ROOT)}:{number} is {len(line)} wide"
 
 
-def test_the_readme_fits_90_lines():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 90
+def test_the_readme_fits_three_screens():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 108
 
 
 def test_the_listing_of_files_is_current():
