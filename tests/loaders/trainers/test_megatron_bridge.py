@@ -84,6 +84,30 @@ def test_a_state_is_that_after_the_last_whole_step(build, tmp_path, kind):
     assert [batch["input_ids"].tolist() for batch in islice(resumed, 4)] == whole[4:]
 
 
+def test_a_state_of_two_ranks_is_gone_on_from_by_three(build):
+    def iterators(num_ranks):
+        for rank in range(num_ranks):
+            loader = StreamingLoader(build, dp_rank=rank, dp_world_size=num_ranks)
+            yield BridgeIterator(loader, BridgeBatches(tiny_config(loader), SimpleNamespace))
+
+    def rows(iterator, count):
+        return [tuple(batch["input_ids"].flatten().tolist()) for batch in islice(iterator, count)]
+
+    (alone,) = iterators(1)
+    num_groups = len(alone.loader)
+    whole = rows(alone, num_groups)
+    two = list(iterators(2))
+    begun = [row for iterator in two for row in rows(iterator, 3)]
+    assert two[0].save_state() == two[1].save_state()
+    rest = []
+    for iterator in iterators(3):
+        iterator.restore_state(two[0].save_state())
+        rest += rows(iterator, (num_groups - 6) // 3)
+    assert len(set(begun + rest)) == len(begun + rest) == 6 + (num_groups - 6) // 3 * 3
+    assert set(begun + rest) <= set(whole)
+    assert len(whole) - len(begun + rest) < 3
+
+
 def peers(say, build):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     loader = StreamingLoader(build, device_mesh=mesh)
