@@ -40,7 +40,7 @@ from isobatch.balance.grouping.caps import (
 )
 from isobatch.balance.grouping.isf import group_isf
 from isobatch.balance.metrics import dist_ratio, epoch_ms, fill
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.types import Counts, Groups, Limits
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import load_model

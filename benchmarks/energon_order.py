@@ -48,7 +48,7 @@ import order  # noqa: E402
 
 from isobatch.balance.grouping.even_out import group_balanced  # noqa: E402
 from isobatch.balance.metrics import dist_ratio  # noqa: E402
-from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, epoch_steps  # noqa: E402
+from isobatch.balance.order.step_order import DEFAULT_BALANCE, epoch_steps  # noqa: E402
 from isobatch.common.types import Groups, IntArray  # noqa: E402
 from isobatch.shards.manifest import read_manifest  # noqa: E402
 from isobatch.shards.tables import counts_arrays, read_groups, read_table  # noqa: E402

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.metrics import longest, padded_loads
-from isobatch.balance.order.global_shuffle import MAX_BALANCE
+from isobatch.balance.order.step_order import MAX_BALANCE
 from isobatch.common.types import Groups
 from isobatch.loaders import StreamingLoader
 from isobatch.models.flops import FlopsModel, GpuSpeed

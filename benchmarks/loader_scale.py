@@ -36,7 +36,7 @@ import numpy as np
 from scale_builds import write_build, write_sampled_build
 from tables import console, new_table
 
-from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, GlobalShuffle
+from isobatch.balance.order.step_order import DEFAULT_BALANCE, GlobalShuffle
 from isobatch.common.types import IntArray
 from isobatch.loaders.read.build import Build, open_builds
 from isobatch.loaders.steps.build_groups import BuildSource

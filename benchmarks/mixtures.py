@@ -23,8 +23,8 @@ from rich.table import Table
 
 from isobatch.balance.grouping.even_out import group_balanced
 from isobatch.balance.metrics import dist_ratio, meeting_again, source_entropy
-from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, GlobalShuffle
 from isobatch.balance.order.mixture import MixedShuffle
+from isobatch.balance.order.step_order import DEFAULT_BALANCE, GlobalShuffle
 from isobatch.common.types import Groups, IntArray
 
 CAPS = {"packed alike": (8_192, 8_192, 8_192), "caps of their own": (4_096, 16_384, 8_192)}

@@ -52,7 +52,7 @@ from isobatch.balance.metrics import (
     padded_loads,
     source_entropy,
 )
-from isobatch.balance.order.rounds import deal
+from isobatch.balance.order.rank_rounds import deal
 from isobatch.common.types import BoolArray, Groups, IntArray, Limits
 from isobatch.loaders.online.config import BALANCE
 from isobatch.loaders.steps.window_groups import WindowSettings

@@ -44,7 +44,7 @@ from isobatch.balance.metrics import (  # noqa: E402
     padded_loads,
     source_entropy,
 )
-from isobatch.balance.order.global_shuffle import (  # noqa: E402
+from isobatch.balance.order.step_order import (  # noqa: E402
     DEFAULT_BALANCE,
     GlobalShuffle,
     epoch_steps,

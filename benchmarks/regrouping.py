@@ -24,8 +24,8 @@ from tables import console, new_table
 
 from isobatch.balance.grouping.even_out import group_balanced
 from isobatch.balance.metrics import dist_ratio
-from isobatch.balance.order.global_shuffle import epoch_steps
 from isobatch.balance.order.regroup import regroup
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.balance.rng import SHUFFLE, random_permutation
 from isobatch.common.types import Groups, IntArray
 

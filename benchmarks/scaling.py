@@ -33,7 +33,7 @@ from rich.table import Table
 
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.grouping.isf import group_isf
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.types import Limits
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)

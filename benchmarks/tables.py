@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from isobatch.balance.metrics import dist_ratio, pad_ratio, padded_loads  # noqa: E402
-from isobatch.balance.order.global_shuffle import epoch_steps  # noqa: E402
+from isobatch.balance.order.step_order import epoch_steps  # noqa: E402
 from isobatch.common.types import Counts, Groups, Limits  # noqa: E402
 
 console = Console(width=100)

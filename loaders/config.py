@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobatch.balance.loss_weights import LossNormalizer, LossWeights
-from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, MAX_BALANCE
+from isobatch.balance.order.step_order import DEFAULT_BALANCE, MAX_BALANCE
 from isobatch.balance.steps.step_planner import StepPlanner
 from isobatch.common.config import check_names, check_types
 from isobatch.common.errors import ConfigError, first_line

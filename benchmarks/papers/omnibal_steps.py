@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from isobatch.balance.baseline_samplers import as_groups, random_batches
 from isobatch.balance.grouping.best_fit import group_best_fit
 from isobatch.balance.metrics import dist_ratio, longest, pad_ratio
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.types import Counts, Groups, IntArray, Limits
 from isobatch.engine.cost_model.analytical import layer_costs
 from isobatch.engine.cost_model.clusters import Cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isobatch.balance.baseline_samplers import as_groups, random_batches
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
 from isobatch.engine.cost_model.loads import (

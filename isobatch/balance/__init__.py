@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from isobatch.balance.metrics import padded_loads as padded_loads
     from isobatch.balance.metrics import repeated_pairs as repeated_pairs
     from isobatch.balance.metrics import source_entropy as source_entropy
-    from isobatch.balance.order.global_shuffle import GlobalShuffle as GlobalShuffle
-    from isobatch.balance.order.global_shuffle import GroupOrder as GroupOrder
-    from isobatch.balance.order.global_shuffle import epoch_steps as epoch_steps
     from isobatch.balance.order.regroup import regroup as regroup
+    from isobatch.balance.order.step_order import GlobalShuffle as GlobalShuffle
+    from isobatch.balance.order.step_order import GroupOrder as GroupOrder
+    from isobatch.balance.order.step_order import epoch_steps as epoch_steps
     from isobatch.balance.steps.step_planner import StepAssignment as StepAssignment
     from isobatch.balance.steps.step_planner import StepPlanner as StepPlanner
     from isobatch.balance.steps.step_planner import StepRequest as StepRequest

@@ -2,7 +2,7 @@
 
 `.nv-meta/dataset.yaml` of a build names it, so Energon's loader makes it. Energon would give each
 worker a stretch of the shards, shuffled for itself, so ranks meet whatever comes. Here step after
-step has groups that cost about the same (`balance.order.global_shuffle`): the t-th sample of each
+step has groups that cost about the same (`balance.order.step_order`): the t-th sample of each
 rank is of step t, whatever the number of ranks and workers. Every worker computes the same order,
 and the state that Energon saves has its position.
 """
@@ -26,7 +26,7 @@ except ImportError as error:
         " Read the build with `dataset_config='stored_order.yaml'`, or install that version"
     ) from None
 
-from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE, MAX_BALANCE, GlobalShuffle
+from isobatch.balance.order.step_order import DEFAULT_BALANCE, MAX_BALANCE, GlobalShuffle
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.balance.loss_weights import LossWeights, sample_weights
-from isobatch.balance.order.global_shuffle import GlobalShuffle, GroupOrder
+from isobatch.balance.order.step_order import GlobalShuffle, GroupOrder
 from isobatch.common.background import in_background
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Groups, IntArray
 from isobatch.loaders.steps.selection import GroupSlice, SampleRefs, Selection, whole_groups

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.balance.order.global_shuffle import LoadLookup, unfit_state
+from isobatch.balance.order.step_order import LoadLookup, unfit_state
 from isobatch.common.types import BoolArray, Groups, IntArray, Limits
 from isobatch.loaders.steps.build_groups import (
     PlannedBuild,

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from isobatch.balance.loss_weights import LossWeights
-from isobatch.balance.order.global_shuffle import (
+from isobatch.balance.order.mixture import UNIT as GROUP_UNIT
+from isobatch.balance.order.mixture import figures_of, step_counts
+from isobatch.balance.order.step_order import (
     GlobalShuffle,
     LoadLookup,
     assign_ranks,
     nearest,
     unfit_state,
 )
-from isobatch.balance.order.mixture import UNIT as GROUP_UNIT
-from isobatch.balance.order.mixture import figures_of, step_counts
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 from isobatch.loaders.steps.build_groups import BuildSource, samples_left

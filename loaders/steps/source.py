@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Generic, Protocol, TypeVar
 
 from isobatch.balance.loss_weights import LossWeights
-from isobatch.balance.order.global_shuffle import GroupOrder
+from isobatch.balance.order.step_order import GroupOrder
 from isobatch.common.types import COUNT_COLUMNS, Counts, IntArray
 from isobatch.loaders.steps.selection import SampleRefs, Selection
 from isobatch.models.presets import ModelPreset

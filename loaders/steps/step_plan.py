@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isobatch.balance.order.global_shuffle import GroupOrder
+from isobatch.balance.order.step_order import GroupOrder
 from isobatch.common.types import FloatArray, IntArray
 from isobatch.loaders.steps.selection import Selection
 

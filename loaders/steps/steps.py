@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from isobatch.balance.loss_weights import LossNormalizer, LossWeights
-from isobatch.balance.order.global_shuffle import GroupOrder, take_steps
+from isobatch.balance.order.step_order import GroupOrder, take_steps
 from isobatch.balance.steps.step_planner import (
     StepAssignment,
     StepPlanner,

@@ -21,8 +21,8 @@ import numpy as np
 
 from isobatch.balance.loss_weights import LossWeights, sample_weights
 from isobatch.balance.metrics import longest
-from isobatch.balance.order.global_shuffle import GlobalShuffle
-from isobatch.balance.order.rounds import make_rounds
+from isobatch.balance.order.rank_rounds import make_rounds
+from isobatch.balance.order.step_order import GlobalShuffle
 from isobatch.balance.rng import PLANNED, random_permutation
 from isobatch.common.background import in_background
 from isobatch.common.errors import Cancelled, DataError, IsobatchError

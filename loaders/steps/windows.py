@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.balance.order.global_shuffle import (
+from isobatch.balance.order.mixture import most_alike_mixed
+from isobatch.balance.order.step_order import (
     CENTRES,
     MOST_PASSED,
     LoadLookup,
@@ -14,7 +15,6 @@ from isobatch.balance.order.global_shuffle import (
     most_alike,
     unfit_state,
 )
-from isobatch.balance.order.mixture import most_alike_mixed
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import Groups, IntArray, Limits
 from isobatch.loaders.steps.in_order import cut_groups

@@ -28,7 +28,7 @@ from isobatch.balance.metrics import (
     source_autocorrelation,
     source_entropy,
 )
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.config import build_config
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits

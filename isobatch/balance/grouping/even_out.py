@@ -2,7 +2,7 @@
 
 For the packer, after `balance.grouping.best_fit`, which makes few groups, but some of them with
 many images and some with none. Groups of equal cost are balanced in any order, so a random one
-serves (`balance.order.global_shuffle`).
+serves (`balance.order.step_order`).
 
 Each round takes the groups that are furthest from the mean load (a vector: vision, LLM tokens, and
 attention's squared lengths), each with a random partner, and divides the samples of both again:

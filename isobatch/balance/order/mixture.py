@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.balance.order.global_shuffle import (
+from isobatch.balance.order.step_order import (
     PLACE_BITS,
     GlobalShuffle,
     LoadLookup,

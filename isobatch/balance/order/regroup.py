@@ -11,7 +11,7 @@ and leave them uneven. Pairs of samples meet again in the next epoch rarely (.1 
 builds); those of sizes that few others have, more often: 3 % of long documents' pairs.
 
 Pure, and integers only: the same loads, seed and epoch give the same groups on every machine with
-any number of threads, so an order's state (`balance.order.global_shuffle`) resumes them exactly.
+any number of threads, so an order's state (`balance.order.step_order`) resumes them exactly.
 """
 
 import os

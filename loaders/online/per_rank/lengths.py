@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isobatch.balance.order.rounds import deal
+from isobatch.balance.order.rank_rounds import deal
 from isobatch.common.consoles import messages
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import BoolArray, IntArray

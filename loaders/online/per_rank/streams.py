@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from isobatch.balance.order.global_shuffle import GlobalShuffle
+from isobatch.balance.order.step_order import GlobalShuffle
 from isobatch.common.errors import DataError, first_line
 from isobatch.common.types import IntArray
 from isobatch.loaders.online.per_rank.sharding import FIRST_ITEMS, parts_of

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobatch.balance.metrics import dist_ratio
-from isobatch.balance.order.global_shuffle import GlobalShuffle
 from isobatch.balance.order.mixture import (
     UNIT,
     MixedShuffle,
@@ -20,6 +19,7 @@ from isobatch.balance.order.mixture import (
     step_counts,
     whole_counts,
 )
+from isobatch.balance.order.step_order import GlobalShuffle
 
 SIZES, TOKENS = [2_000, 2_800, 2_600], [4_096, 8_192, 16_384]
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from isobatch.balance.order.global_shuffle import DEFAULT_BALANCE
+from isobatch.balance.order.step_order import DEFAULT_BALANCE
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from isobatch.balance.grouping.window import group_window
-from isobatch.balance.order.global_shuffle import GlobalShuffle
+from isobatch.balance.order.step_order import GlobalShuffle
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Limits
 from isobatch.loaders.steps.steps import StepConfig, Steps

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobatch.balance.metrics import dist_ratio
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.balance.steps.step_planner import StepAssignment
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from isobatch.balance.baseline_samplers import BASELINES
 from isobatch.balance.metrics import autocorrelation, source_autocorrelation, source_entropy
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.models.presets import load_model, model_to_dict
 from isobatch.packer.format_text import share_text

@@ -25,7 +25,7 @@ from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from PIL import Image
 
-from isobatch.balance.order.global_shuffle import epoch_steps
+from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.errors import ConfigError
 from isobatch.loaders import StreamingLoader, model_inputs
 from isobatch.loaders.integrations.energon import PackedTaskEncoder

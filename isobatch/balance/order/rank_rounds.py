@@ -1,6 +1,6 @@
 """Which ranks load how much, and in which order they give their groups. Pure.
 
-For `loaders.online.per_rank.windows`. A round is a micro-batch: one group of every rank.
+Where each rank loads what it measures. A round is a micro-batch: one group of every rank.
 """
 
 from collections.abc import Sequence

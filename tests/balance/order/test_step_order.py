@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobatch.balance.metrics import autocorrelation, dist_ratio, source_entropy
-from isobatch.balance.order.global_shuffle import (
+from isobatch.balance.order.step_order import (
     GlobalShuffle,
     assign_ranks,
     cut_sorted,
