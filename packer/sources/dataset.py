@@ -188,11 +188,11 @@ def _metadataset(place: str, data_root: str | None) -> Dataset:
         Part(
             name=one.name,
             located=one.located,
-            data_root=data_root or one.data_root,
+            data_root=one.data_root,
             weight=one.weight,
             repeat=one.repeat,
         )
-        for one in read_metadataset(place, choose_split)
+        for one in read_metadataset(place, choose_split, data_root)
     ]
     name = PurePosixPath(split_of_place(place)[0]).stem
     return Dataset(name=name, parts=tuple(_told_apart(parts, ())))

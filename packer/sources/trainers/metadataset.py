@@ -64,6 +64,8 @@ class _Share:
     subset: Subset | None = None
     unread: tuple[tuple[str, Any], ...] = ()
     depth: int = 0
+    data_root: str | None = None
+    """That of all datasets, if it is not the folder of each."""
 
 
 def split_of_place(place: str) -> tuple[str, str | None]:
@@ -86,14 +88,14 @@ def is_metadataset(place: str) -> bool:
     return has_file(open_folder(folder), name) and "splits" in _values(file)
 
 
-def read_metadataset(place: str, choose: Choose) -> list[BlendedPart]:
-    """The datasets of a metadataset's split, flat.
+def read_metadataset(place: str, choose: Choose, data_root: str | None) -> list[BlendedPart]:
+    """The datasets of a metadataset's split, flat; without a data root each has its own.
 
-    ConfigError for what is not read, and for shares that do not fit together; DataError for
-    datasets that are not there.
+    ConfigError for what is not read, for shares that do not fit together, and for an `aux` outside
+    of the data root; DataError for datasets that are not there.
     """
     file, wanted = split_of_place(place)
-    parts = list(_parts_of_file(file, _Share(split=""), wanted, choose))
+    parts = list(_parts_of_file(file, _Share(split="", data_root=data_root), wanted, choose))
     if len({part.weight is None for part in parts}) > 1:
         raise ConfigError(f"{file}: some of its datasets have weights, others repetitions")
     return _numbered(parts)
@@ -206,12 +208,12 @@ def _reference(
     unread = [(key, example_of(value)) for key, value in share.unread]
     located = replace(located, unread=(*located.unread, *unread))
     name = place.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
-    part = BlendedPart(located, name, located.folder)
+    part = BlendedPart(located, name, share.data_root or located.folder)
     if share.key == "weight":
         part = replace(part, weight=share.value)
     elif share.key:
         part = replace(part, repeat=share.value)
-    yield _with_aux(part, entry.get("aux"), file, where)
+    yield _with_aux(part, entry.get("aux"), file, where, share.data_root)
 
 
 def _located(place: str, wanted: str, entry: dict[str, Any], where: str, choose: Choose) -> Located:
@@ -244,16 +246,19 @@ def _beside(file: str, place: str) -> str:
     return f"{scheme}{separator}{posixpath.normpath(posixpath.join(folder, place))}"
 
 
-def _with_aux(part: BlendedPart, aux: Any, file: str, where: str) -> BlendedPart:
+def _with_aux(
+    part: BlendedPart, aux: Any, file: str, where: str, data_root: str | None
+) -> BlendedPart:
     """The part with the places of its records' files, and a data root that holds all of them."""
     if not aux:
         return part
     if not isinstance(aux, dict) or not all(isinstance(one, str | dict) for one in aux.values()):
         raise ConfigError(f"{where}: `aux` is no object of places")
     places = {str(name): _aux_place(one, file, f"{where}, aux {name}") for name, one in aux.items()}
-    root = _common_folder([part.located.folder, *(place for place, _ in places.values())], where)
+    folders = [part.located.folder, *(place for place, _ in places.values())]
+    root = data_root or _common_folder(folders, where)
     found = tuple(
-        AuxPlace(name, place, prefix_under(place, root, "datasets of `aux`"), is_files)
+        AuxPlace(name, place, prefix_under(place, root, f"datasets of `aux` ({name})"), is_files)
         for name, (place, is_files) in places.items()
     )
     options = (*part.located.options, ("aux", found))

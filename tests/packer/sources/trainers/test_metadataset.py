@@ -6,6 +6,7 @@ Next to Energon's own reading they are in tests/support/frameworks/checks/energo
 import json
 import re
 import sqlite3
+from pathlib import Path
 
 import pytest
 import yaml
@@ -139,6 +140,24 @@ def test_names_of_files_are_looked_up_where_the_metadataset_says(data):
         r.value for chunk in part.open().chunks(9, lambda _: None) for r in chunk.records()
     ]
     assert third["image"].name == "files/lost.jpg"  # of which the reader says that it is missing
+
+
+@pytest.mark.parametrize("root", [None, ".", ".."])
+def test_files_of_an_aux_are_below_the_data_root(data, root):
+    (data / "in" / "files").mkdir(parents=True)
+    (data / "in" / "files" / "0.jpg").write_bytes(b"x")
+    index_of(data / "b", [("0", "png", 254)])
+    row = {"id": "0", "image": ["0.jpg", "0.png"]}
+    (data / "in" / "lines.jsonl").write_text(json.dumps(row))
+    entry = {"path": "lines.jsonl", "aux": {"files": "filesystem://files", "b": "../b"}}
+    place = write(data / "in", entry)
+    (part,) = find_dataset(str(place), root and str(data / root)).parts
+    (chunk,) = part.open().chunks(1, lambda _: None)
+    file, member = next(chunk.records()).value["image"]
+    assert (Path(part.data_root) / file.name).samefile(data / "in" / "files" / "0.jpg")
+    assert (Path(part.data_root) / member.container).samefile(data / "b" / "s0.tar")
+    with pytest.raises(ConfigError, match=r"`aux` \(b\) .* must be under the data root"):
+        find_dataset(str(place), str(data / "in"))
 
 
 def test_a_damaged_index_of_another_dataset_is_one_line(data):
