@@ -318,6 +318,17 @@ def _from_text(text: str, kind: str) -> Media:
     return Media(text)
 
 
+def is_relative_path(text: str) -> bool:
+    """Whether a text names a file under a folder; else it is empty, a URL, or a file's content.
+
+    >>> [is_relative_path(text) for text in ("a/1.jpg", "/a/1.jpg", "https://x/1.jpg", "data:,x")]
+    [True, False, False, False]
+    """
+    if not text or text.startswith(("/", "data:")) or "://" in text:
+        return False
+    return len(text) <= LEAST_BASE64 or not _is_base64(text)
+
+
 def _is_base64(text: str) -> bool:
     """Whether a text is the content of a media file, and not the path of one."""
     try:

@@ -8,13 +8,13 @@ through the SQLite index that `energon prepare` writes, so that no list of them 
 
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from isobatch.common.errors import DataError, first_line
-from isobatch.counting.records.media import FILE_KEYS, Media
+from isobatch.counting.records.media import FILE_KEYS, Media, is_relative_path, marked_files
 from isobatch.counting.records.places.marks import NUMBERED_KEYS
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import OnBytes, Source, has_file
@@ -27,6 +27,8 @@ MEDIA_KEYS = frozenset(
     | {key for keys in FILE_KEYS.values() for key in keys}
 )
 """Keys under which a text is the name of a file."""
+PATH_KEYS = MEDIA_KEYS | {"url", "path", "image_name"}
+"""Keys under which it is one in an object of media: under such a key, or of such a `type`."""
 _ENTRY = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
 _QUERY = """
 SELECT samples.tar_file_id, parts.content_byte_offset, parts.content_byte_size
@@ -99,13 +101,16 @@ class _Files:
     def placed(self, value: Any, *, is_media: bool) -> Any:
         """A value of a record with the files that it names in their places."""
         if isinstance(value, Mapping):
-            return {
-                key: self.placed(item, is_media=is_media or key in MEDIA_KEYS)
-                for key, item in value.items()
-            }
+            is_part = isinstance(kind := value.get("type"), str) and kind in MEDIA_KEYS
+            keys: Collection[str] = PATH_KEYS if is_media or is_part else MEDIA_KEYS
+            if is_media and (marks := marked_files(value)):
+                keys = marks.values()
+            return {key: self.placed(item, is_media=key in keys) for key, item in value.items()}
         if isinstance(value, list):
             return [self.placed(item, is_media=is_media) for item in value]
-        return (self._find(value) or value) if is_media and isinstance(value, str) else value
+        if is_media and isinstance(value, str) and is_relative_path(value):
+            return self._find(value) or value
+        return value
 
     def _find(self, name: str) -> Media | None:
         for members in self._members:

@@ -3,6 +3,7 @@
 Next to Energon's own reading they are in tests/support/frameworks/checks/energon_source_checks.py.
 """
 
+import base64
 import json
 import re
 import sqlite3
@@ -12,9 +13,10 @@ import pytest
 import yaml
 
 from isobatch.common.errors import ConfigError, DataError
+from isobatch.counting.records.media import Media
 from isobatch.packer.sources.dataset import find_dataset
 from support import ROOT
-from support.builds.layouts import CRUDE, pair, write_prepared
+from support.builds.layouts import CRUDE, JPEG, pair, write_prepared
 
 PAGE = ROOT / "docs" / "pack.md"
 ALL = [f"{number}" for number in range(10)]
@@ -158,6 +160,32 @@ def test_files_of_an_aux_are_below_the_data_root(data, root):
     assert (Path(part.data_root) / member.container).samefile(data / "b" / "s0.tar")
     with pytest.raises(ConfigError, match=r"`aux` \(b\) .* must be under the data root"):
         find_dataset(str(place), str(data / "in"))
+
+
+def test_only_paths_of_files_are_looked_up_in_a_folder(data):
+    (data / "files").mkdir()
+    kept = [
+        {"image": f"data:image/png;base64,{base64.b64encode(JPEG).decode()}"},
+        {"image": base64.b64encode(JPEG).decode()},
+        {"images": ["https://x/y.png", str(data / "z.png"), "file:///z.png", ""]},
+        {"image": {"data": "iVBORw0KGgo=", "media_type": "image/png"}},
+    ]
+    turn = {"type": "image_url", "image_url": {"url": "a.png", "detail": "auto"}}
+    found = [turn, {"type": "video", "video": ["b.png"]}, {"image": {"<image_00>": "c.png"}}]
+    found.append({"type": "image", "path": "e.png"})
+    info = {"image_info": [{"image_name": "d.png", "raw_url": "https://x/d.png", "sim": "no"}]}
+    (data / "lines.jsonl").write_text(json.dumps({"kept": kept, "found": [*found, info]}))
+    entry = {"path": "lines.jsonl", "aux": {"files": "filesystem://files"}}
+    (part,) = parts(write(data, entry))
+    (chunk,) = part.open().chunks(1, lambda _: None)
+    record = next(chunk.records()).value
+    assert record["kept"] == kept
+    turn["image_url"]["url"] = Media("files/a.png")
+    found[1]["video"][0] = Media("files/b.png")
+    found[2]["image"]["<image_00>"] = Media("files/c.png")
+    found[3]["path"] = Media("files/e.png")
+    info["image_info"][0]["image_name"] = Media("files/d.png")
+    assert record["found"] == [*found, info]
 
 
 def test_a_damaged_index_of_another_dataset_is_one_line(data):
