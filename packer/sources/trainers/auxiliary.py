@@ -60,7 +60,8 @@ class _Members:
         try:
             # a copy of one in an object store; what is open outlives its name
             with on_disk(place, [f"{META}/{INDEX_NAME}"]) as copy:
-                uri = f"file:{copy / META / INDEX_NAME}?mode=ro&immutable=1"
+                index = (copy / META / INDEX_NAME).absolute()
+                uri = f"{index.as_uri()}?mode=ro&immutable=1"
                 # threads of a process ask one after the other
                 self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
                 self._index.execute(_QUERY, ("", ""))

@@ -188,6 +188,18 @@ def test_only_paths_of_files_are_looked_up_in_a_folder(data):
     assert record["found"] == [*found, info]
 
 
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%41b"])
+def test_any_name_of_a_folder_can_hold_an_index(data, name):
+    (data / "b").rename(data / name)
+    index_of(data / name, [("0", "jpg", 254)])
+    (data / "lines.jsonl").write_text(json.dumps({"id": "0", "image": "0.jpg"}))
+    before = sorted(data.iterdir())
+    (part,) = parts(write(data, {"path": "lines.jsonl", "aux": {"pixels": name}}))
+    (chunk,) = part.open().chunks(1, lambda _: None)
+    assert next(chunk.records()).value["image"].container == f"{name}/s0.tar"
+    assert sorted(data.iterdir()) == sorted([*before, data / "mix.yaml"])
+
+
 def test_a_damaged_index_of_another_dataset_is_one_line(data):
     place = write(data, {"path": "lines.jsonl", "aux": {"pixels": "b"}})
     index = data / "b" / ".nv-meta" / "index.sqlite"
