@@ -148,13 +148,15 @@ def _shard(entry: dict[str, Any], folder: Folder, where: str) -> MdsShard:
     if codec and not (packed and has_file(folder, str(packed["basename"]))):
         codec = ""
     file = packed if codec else raw
+    if (num_samples := int(entry["samples"])) < 0:
+        raise ValueError(f"{num_samples} samples in shard {file['basename']}")
     triples = zip(
         entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True
     )
     return MdsShard(
         str(file["basename"]),
         codec,
-        int(entry["samples"]),
+        num_samples,
         int(file["bytes"]),
         int(raw["bytes"]),
         tuple((str(name), str(encoding), int(size or 0)) for name, encoding, size in triples),
@@ -332,11 +334,16 @@ def _unpacked(data: bytes, shard: MdsShard) -> bytes:
 
 def _borders(file: IO[bytes], shard: MdsShard, where: str) -> IntArray:
     """Where each sample begins and the last one ends, (samples + 1,); DataError if they do not."""
-    head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), _UINT).astype(np.int64)
+    misfit = DataError(f"{where}: its table of samples does not fit {INDEX_NAME}; copy it again")
+    size = 4 * (shard.num_samples + 2)
+    table = file.read(size) if size <= shard.raw_bytes else b""
+    if len(table) < size:
+        raise misfit
+    head = np.frombuffer(table, _UINT).astype(np.int64)
     borders = head[1:]
-    is_whole = len(borders) == shard.num_samples + 1 and head[0] == shard.num_samples
-    if not is_whole or borders[-1] != shard.raw_bytes or (np.diff(borders) < 0).any():
-        raise DataError(f"{where}: its table of samples does not fit {INDEX_NAME}; copy it again")
+    is_known = head[0] == shard.num_samples and borders[-1] == shard.raw_bytes
+    if not is_known or (np.diff(borders) < 0).any():
+        raise misfit
     return borders
 
 

@@ -80,6 +80,20 @@ def test_a_table_of_samples_that_does_not_fit_is_one_line(tmp_path):
         records(open_place(place))
 
 
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 1000, 1 << 62])
+def test_a_wrong_number_of_samples_is_one_line(tmp_path, count):
+    source = open_place(write_mds(tmp_path, {"text": "str"}, [{"text": "xx"}] * 4, samples=count))
+    chunk = next(source.chunks(3, lambda _: None))
+    with pytest.raises(DataError, match=r"mds: its table of samples does not fit index.json"):
+        list(chunk.records())
+
+
+def test_a_negative_number_of_samples_is_one_line(tmp_path):
+    place = write_mds(tmp_path, {"text": "str"}, [{"text": "x"}], samples=-4)
+    with pytest.raises(DataError, match=r"index.json: not as MDSWriter writes it \(-4 samples"):
+        open_place(place)
+
+
 @pytest.mark.parametrize("text", ['{"shards": 1, "format": ""}', '{"shards": [{"format": 1}]}'])
 def test_an_index_that_is_damaged_is_one_line(tmp_path, text):
     (tmp_path / "index.json").write_text(text)
