@@ -65,6 +65,8 @@ _NUMBERS = frozenset(
     {f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)}
     | {"float16", "float32", "float64"}
 )
+_PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
+"""Modes of images that PNG stores -> bits of a pixel; rows are whole bytes."""
 _MEDIA_KEYS = frozenset(key for keys in FILE_KEYS.values() for key in keys)
 
 
@@ -287,10 +289,20 @@ def _files(encoding: str, place: _Place) -> list[Media]:
 
 
 def _png(data: bytes) -> bytes:
-    """An image of raw pixels as PNG, without loss. ValueError for a mode that PNG has not."""
+    """An image of raw pixels as PNG, without loss.
+
+    ValueError for a mode that PNG has not, and for another number of pixels than it says.
+    """
     width, height, length = np.frombuffer(data[:12], _UINT).tolist()
     mode = data[12 : 12 + length].decode("ascii")
-    image = Image.frombytes(mode, (width, height), data[12 + length :])
+    if mode not in _PIXEL_BITS:
+        raise ValueError(f"pil: mode {mode[:20]!r}; read are {', '.join(_PIXEL_BITS)}")
+    pixels = data[12 + length :]
+    size = height * ((width * _PIXEL_BITS[mode] + 7) // 8)
+    if not size or len(pixels) != size:  # before there is memory for as many as it says
+        said = f"{size:,} bytes of {width:,} x {height:,} pixels"
+        raise ValueError(f"pil: {len(pixels):,} bytes where it says {said}")
+    image = Image.frombytes(mode, (width, height), pixels)
     file = io.BytesIO()
     image.save(file, format="PNG", compress_level=1)
     return file.getvalue()

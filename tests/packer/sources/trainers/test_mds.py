@@ -4,10 +4,12 @@ Next to MosaicML's own writer and reader they are in
 tests/support/frameworks/checks/mds_source_checks.py.
 """
 
+import io
 import tracemalloc
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.packer.sources.detect import locate, open_located
@@ -68,6 +70,33 @@ def test_a_damaged_sample_costs_only_itself(tmp_path):
         "", "broken_member", "", ""
     ]  # fmt: skip
     assert "sample 1: its columns are longer than the sample" in found[1].broken
+
+
+def pil(mode, size, pixels):
+    return np.array([*size, len(mode)], "<u4").tobytes() + mode.encode() + pixels
+
+
+def test_raw_pixels_are_an_image_if_they_are_as_many_as_it_says(tmp_path):
+    images = {mode: Image.new(mode, (9, 3), 1) for mode in ("1", "L", "P", "I;16")}
+    images |= {mode: Image.new(mode, (9, 3), (1, 2, 3, 4)[: len(mode)]) for mode in ("LA", "RGBA")}
+    whole = [pil(mode, image.size, image.tobytes()) for mode, image in images.items()]
+    broken = [pil("RGB", (60_000, 60_000), b"x" * 30), pil("RGB", (3, 3), b"x" * 28)]
+    broken += [pil("L", (0, (1 << 32) - 1), b""), pil("CMYK", (1, 1), b"x" * 4), pil("L", (1, 1), b"x")[:5]]
+    samples = [{"text": "x", "image": data} for data in (*whole, *broken)]
+    place = write_mds(tmp_path, {"text": "str", "image": "pil"}, samples, 20)
+    found = records(open_place(place))
+    for record, image in zip(found, images.values(), strict=False):
+        with Image.open(io.BytesIO(record.value["image"].data)) as stored:
+            assert stored.mode == image.mode
+            assert np.array_equal(np.asarray(stored), np.asarray(image))
+    problems = [record.broken.partition(": ")[2] for record in found if record.broken]
+    assert problems[:4] == [
+        "pil: 30 bytes where it says 10,800,000,000 bytes of 60,000 x 60,000 pixels",
+        "pil: 28 bytes where it says 27 bytes of 3 x 3 pixels",
+        "pil: 0 bytes where it says 0 bytes of 0 x 4,294,967,295 pixels",
+        "pil: mode 'CMYK'; read are 1, L, P, LA, I;16, RGB, RGBA",
+    ]
+    assert len(problems) == 5
 
 
 def test_a_table_of_samples_that_does_not_fit_is_one_line(tmp_path):
