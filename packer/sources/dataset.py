@@ -6,6 +6,7 @@ A dataset is one part or a mixture of several. A part is found by looking at its
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -195,7 +196,22 @@ def _metadataset(place: str, data_root: str | None) -> Dataset:
         for one in read_metadataset(place, choose_split, data_root)
     ]
     name = PurePosixPath(split_of_place(place)[0]).stem
-    return Dataset(name=name, parts=tuple(_told_apart(parts, ())))
+    return Dataset(name=name, parts=tuple(_numbered(_told_apart(parts, ()))))
+
+
+def _numbered(parts: list[Part]) -> list[Part]:
+    """Parts of one name with numbers after it: a metadataset's have no names to change."""
+    taken = {part.name for part in parts}
+    seen: set[str] = set()
+    numbered = []
+    for part in parts:
+        name = part.name
+        if name in seen:
+            name = next(new for n in count(2) if (new := f"{part.name}-{n}") not in taken)
+        taken.add(name)
+        seen.add(name)
+        numbered.append(replace(part, name=name))
+    return numbered
 
 
 def _sampled(located: Located, sampling: Sampling | None, mixture: str) -> Located:

@@ -154,6 +154,8 @@ def _parts(
     entries = entry[key]
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
         raise ConfigError(f"{where}: `{key}` is not a list of datasets")
+    if not entries:
+        raise ConfigError(f"{where}: `{key}` has no datasets; give one, or leave it out")
     amount_key = BLENDS[key]
     if share.key not in ("", amount_key):
         raise ConfigError(f"{where}: a `{key}` inside of a blend by {share.key}")

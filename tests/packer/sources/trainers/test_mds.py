@@ -81,7 +81,11 @@ def test_raw_pixels_are_an_image_if_they_are_as_many_as_it_says(tmp_path):
     images |= {mode: Image.new(mode, (9, 3), (1, 2, 3, 4)[: len(mode)]) for mode in ("LA", "RGBA")}
     whole = [pil(mode, image.size, image.tobytes()) for mode, image in images.items()]
     broken = [pil("RGB", (60_000, 60_000), b"x" * 30), pil("RGB", (3, 3), b"x" * 28)]
-    broken += [pil("L", (0, (1 << 32) - 1), b""), pil("CMYK", (1, 1), b"x" * 4), pil("L", (1, 1), b"x")[:5]]
+    broken += [
+        pil("L", (0, (1 << 32) - 1), b""),
+        pil("CMYK", (1, 1), b"x" * 4),
+        pil("L", (1, 1), b"x")[:5],
+    ]
     samples = [{"text": "x", "image": data} for data in (*whole, *broken)]
     place = write_mds(tmp_path, {"text": "str", "image": "pil"}, samples, 20)
     found = records(open_place(place))

@@ -66,6 +66,15 @@ def test_weights_are_shares_and_repetitions_are_repeats(data):
     assert {part.weight for part in found} == {None}
 
 
+def test_every_part_has_a_name_to_itself(data):
+    (data / "a").rename(data / "lines")
+    (data / "b").rename(data / "lines-2")
+    paths = ["lines", "lines.jsonl", "lines.jsonl", "lines-2", "lines.jsonl"]
+    found = parts(write(data, {"blend": [{"path": path} for path in paths]}))
+    names = ["lines", "lines-4", "lines-2", "lines-2-2", "lines-3"]
+    assert [part.name for part in found] == names
+
+
 def test_splits_are_those_that_are_asked_for(data):
     (part,) = parts(write(data, {"path": "a"}))
     assert ids(part) == ALL
@@ -244,6 +253,7 @@ def test_what_nothing_reads_is_reported(data):
         ({"blend": [{"path": "a", "weight": 0}]}, ConfigError, "weight is 0; give a number above"),
         ({"blend": [{"path": "a", "weight": "x"}]}, ConfigError, "dataset 1: weight is x; give"),
         ({"blend": [{"path": "a", "repetitions": 2}]}, ConfigError, "unknown key 'repetitions'"),
+        ({"blend": []}, ConfigError, "`blend` has no datasets; give one, or leave it out"),
         ({"blend": {"path": "a"}}, ConfigError, "`blend` is not a list of datasets"),
         (
             {"path": "a", "wheight": 1},
