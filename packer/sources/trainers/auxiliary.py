@@ -53,10 +53,10 @@ class AuxPlace:
 class _Members:
     """The members of a prepared dataset's shards, by name."""
 
-    def __init__(self, place: str, prefix: str) -> None:
+    def __init__(self, place: str) -> None:
         folder = open_folder(place, follow_links=True)
         self._where = join(place, f"{META}/{INDEX_NAME}")
-        self._shards = [prefix + name for name in shard_counts(folder)]
+        self._shards = list(shard_counts(folder))
         try:
             # a copy of one in an object store; what is open outlives its name
             with on_disk(place, [f"{META}/{INDEX_NAME}"]) as copy:
@@ -68,8 +68,8 @@ class _Members:
         except sqlite3.Error as error:
             raise self._damaged(error) from None
 
-    def find(self, name: str) -> Media | None:
-        """A member by its full name; None if there is none."""
+    def find(self, name: str, prefix: str) -> Media | None:
+        """A member by its full name, in the shards under a prefix; None if there is none."""
         match = _ENTRY.fullmatch(name)
         if match is None:
             return None
@@ -78,7 +78,7 @@ class _Members:
             if row is None:
                 return None
             shard, offset, size = row
-            return Media(name, container=self._shards[shard], offset=offset, size=size)
+            return Media(name, container=prefix + self._shards[shard], offset=offset, size=size)
         except (sqlite3.Error, IndexError, TypeError) as error:
             raise self._damaged(error) from None
 
@@ -87,16 +87,18 @@ class _Members:
         return DataError(f"{self._where}: cannot be read: {first_line(error)}; {again}")
 
 
-@lru_cache(maxsize=16)
-def _members(place: str, prefix: str) -> _Members:
-    return _Members(place, prefix)
+# each is an open file; one that is opened again is a download, if it is in a bucket
+@lru_cache(maxsize=256)
+def _members(place: str) -> _Members:
+    return _Members(place)
 
 
 class _Files:
     """All auxiliary places of a dataset."""
 
     def __init__(self, places: tuple[AuxPlace, ...]) -> None:
-        self._members = [_members(one.place, one.prefix) for one in places if not one.is_files]
+        shards = [one for one in places if not one.is_files]
+        self._members = [(_members(one.place), one.prefix) for one in shards]
         self._folders = [one for one in places if one.is_files]
 
     def placed(self, value: Any, *, is_media: bool) -> Any:
@@ -114,8 +116,8 @@ class _Files:
         return value
 
     def _find(self, name: str) -> Media | None:
-        for members in self._members:
-            if media := members.find(name):
+        for members, prefix in self._members:
+            if media := members.find(name, prefix):
                 return media
         for number, folder in enumerate(self._folders, 1):
             # the last one is not asked: its reader says what is missing there

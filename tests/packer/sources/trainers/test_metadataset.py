@@ -209,6 +209,24 @@ def test_any_name_of_a_folder_can_hold_an_index(data, name):
     assert sorted(data.iterdir()) == sorted([*before, data / "mix.yaml"])
 
 
+def test_an_index_is_opened_once(data, monkeypatch):
+    (data / "lines.jsonl").write_text(json.dumps({"id": "0", "image": "no.jpg"}))
+    aux = {str(number): f"aux/{number}" for number in range(20)}
+    for place in aux.values():
+        write_prepared(data / place, {"s0.tar": [pair("0")]}, about=CRUDE)
+        index_of(data / place, [])
+    opened, connect = [], sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **how: opened.append(1) or connect(*args, **how)
+    )
+    entry = {"path": "lines.jsonl", "aux": aux}
+    for part in parts(
+        write(data, {"blend": [entry, entry | {"aux": {"0": "aux/0", "b": "aux/1"}}]})
+    ):
+        assert ids(part) + ids(part) == ["0", "0"]
+    assert len(opened) == len(aux)
+
+
 def test_a_damaged_index_of_another_dataset_is_one_line(data):
     place = write(data, {"path": "lines.jsonl", "aux": {"pixels": "b"}})
     index = data / "b" / ".nv-meta" / "index.sqlite"
