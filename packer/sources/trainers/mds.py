@@ -293,6 +293,8 @@ def _png(data: bytes) -> bytes:
 
     ValueError for a mode that PNG has not, and for another number of pixels than it says.
     """
+    if len(data) < 12:
+        raise ValueError(f"pil: {len(data)} bytes are too few for a size and a mode")
     width, height, length = np.frombuffer(data[:12], _UINT).tolist()
     mode = data[12 : 12 + length].decode("ascii")
     if mode not in _PIXEL_BITS:
