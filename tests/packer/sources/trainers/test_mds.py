@@ -113,9 +113,9 @@ def test_a_table_of_samples_that_does_not_fit_is_one_line(tmp_path):
         records(open_place(place))
 
 
-@pytest.mark.parametrize("count", [1, 3, 5, 6, 1000, 1 << 62])
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 1000, 1 << 62])
 def test_a_wrong_number_of_samples_is_one_line(tmp_path, count):
-    source = open_place(write_mds(tmp_path, {"text": "str"}, [{"text": "xx"}] * 4, samples=count))
+    source = open_place(write_mds(tmp_path, {"text": "str"}, [{"text": "xx"}] * 3, samples=count))
     chunk = next(source.chunks(3, lambda _: None))
     with pytest.raises(DataError, match=r"mds: its table of samples does not fit index.json"):
         list(chunk.records())
