@@ -161,6 +161,11 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         if data_root is not None:
             root, wanted = root and _under(data_root, root), _under(data_root, wanted)
         subset = _find(wanted, root or data_root, fetch=fetch)
+        if any(_has_share(part) for part in subset.parts):
+            raise ConfigError(
+                f"mixture {mixture.name}: its dataset {wanted} is a mixture with weights, repeats or "
+                "limits of its own, which would be lost; name that mixture's datasets here"
+            )
         share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
         sampling = parse_sampling(entry.sampling)
         drawn = None if sampling is None else replace(sampling, place=place)
@@ -181,6 +186,11 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         hint = f"two of its datasets are named {twice!r}; give each a `name`"
         raise ConfigError(f"mixture {mixture.name}: {hint}")
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
+
+
+def _has_share(part: Part) -> bool:
+    """Whether a mixture says how much of the part goes in."""
+    return part.weight is not None or part.repeat != 1 or part.limit is not None
 
 
 def _metadataset(place: str, data_root: str | None) -> Dataset:

@@ -66,6 +66,14 @@ def test_weights_are_shares_and_repetitions_are_repeats(data):
     assert {part.weight for part in found} == {None}
 
 
+def test_shares_of_a_metadataset_in_another_mixture_are_not_lost(data):
+    write(data, {"blend": [{"path": "b", "weight": 3}, {"path": "c"}]}, "inner.yaml")
+    mixture = data / "all.toml"
+    mixture.write_text('[[datasets]]\ndataset = "inner.yaml"\n[[datasets]]\ndataset = "a"\n')
+    with pytest.raises(ConfigError, match=r"inner\.yaml is a mixture with weights.* of its own"):
+        find_dataset(str(mixture), str(data))
+
+
 def test_every_part_has_a_name_to_itself(data):
     (data / "a").rename(data / "lines")
     (data / "b").rename(data / "lines-2")
