@@ -163,8 +163,8 @@ def _mixture(file: str, data_root: str | None, *, fetch: bool) -> Dataset:
         subset = _find(wanted, root or data_root, fetch=fetch)
         if any(_has_share(part) for part in subset.parts):
             raise ConfigError(
-                f"mixture {mixture.name}: its dataset {wanted} is a mixture with weights, repeats or "
-                "limits of its own, which would be lost; name that mixture's datasets here"
+                f"mixture {mixture.name}: its dataset {wanted} is a mixture with weights, repeats "
+                "or limits of its own, which would be lost; name that mixture's datasets here"
             )
         share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
         sampling = parse_sampling(entry.sampling)
