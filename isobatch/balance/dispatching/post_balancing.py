@@ -212,7 +212,7 @@ def batch_costs(
     longest = np.zeros(num_batches)
     np.maximum.at(longest, batches, lengths)
     sizes = np.bincount(batches, minlength=num_batches)
-    tokens: FloatArray = np.bincount(batches, lengths, num_batches)
+    tokens: FloatArray = np.asarray(np.bincount(batches, lengths, num_batches), np.float64)
     if algorithm in ("sums", "squares"):
         attended = np.bincount(
             batches, np.square(lengths) if squares is None else squares, num_batches
