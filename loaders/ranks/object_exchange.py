@@ -24,6 +24,8 @@ ALIGNED = 64
 """Buffers begin at multiples of so many bytes."""
 PLAIN_BYTES = 16
 """What a number or an object of another kind counts as."""
+FAILED = -1
+"""Size by which a rank tells the others that it sends nothing, and raises."""
 TRIAL_BYTES, TRIALS = 1 << 22, 3
 """What each rank sends to measure the link, and how often; the fastest counts."""
 
@@ -44,10 +46,8 @@ def object_bytes(value: Any) -> int:  # noqa: PLR0911 - one per kind of object
     >>> object_bytes({"ids": np.zeros(4, np.int64), "path": "a.jpg", "size": (3, 4)})
     80
     """
-    if isinstance(value, Tensor) and not value.is_cpu:
-        raise ConfigError(
-            f"a sample has a tensor on {value.device}; rebalance before tensors go to the GPU"
-        )
+    if isinstance(value, Tensor):
+        _check_on_cpu(value)
     if isinstance(value, Tensor | np.ndarray):
         return int(value.nbytes)
     if isinstance(value, bytes | bytearray | str):
@@ -61,6 +61,14 @@ def object_bytes(value: Any) -> int:  # noqa: PLR0911 - one per kind of object
     if is_dataclass(value):
         return sum(object_bytes(getattr(value, part.name)) for part in fields(value))
     return PLAIN_BYTES
+
+
+def _check_on_cpu(value: Tensor) -> None:
+    if not value.is_cpu:
+        raise ConfigError(
+            f"a sample or value has a tensor on {value.device}; rebalance before tensors go to the "
+            "GPU, and give back those on the CPU"
+        )
 
 
 def all_gather_rows(
@@ -84,17 +92,36 @@ def all_gather_rows(
 
 
 def exchange_objects(
-    parts: Sequence[Sequence[Any]], group: dist.ProcessGroup | None
+    parts: Sequence[Sequence[Any]] | ConfigError, group: dist.ProcessGroup | None
 ) -> list[list[Any]]:
     """`parts[r]` to rank r of the group; -> what each rank has sent to this one, in its order.
 
-    A collective. Tensors must be on the CPU.
+    A collective. Tensors must be on the CPU. ConfigError on all ranks where any cannot pickle its
+    part, or gives an error in place of its parts.
     """
     device = group_device(group)
-    blocks = [_packed(part) if len(part) else [] for part in parts]
-    sizes = torch.tensor([sum(map(len, block)) for block in blocks], device=device)
+    failure, blocks = None, list[list[Any]]()
+    try:
+        if isinstance(parts, ConfigError):
+            raise parts
+        blocks = [_packed(part) if len(part) else [] for part in parts]
+    except ConfigError as error:
+        failure = error
+    except Exception as error:  # what a user's object raises when it is pickled
+        failure = ConfigError(
+            f"could not pickle what goes to another rank: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}; leave such objects out of samples and values"
+        )
+    num_bytes = [sum(map(len, block)) for block in blocks]
+    if failure is not None:
+        num_bytes = [FAILED] * dist.get_world_size(group)
+    sizes = torch.tensor(num_bytes, device=device)
     arriving = torch.empty_like(sizes)
     dist.all_to_all_single(arriving, sizes, group=group)
+    if failure is not None:
+        raise failure
+    if (failed := (arriving == FAILED).nonzero()).numel():
+        raise ConfigError(f"rank {int(failed[0])} could not send what it has; it says why")
     sent = torch.empty(int(sizes.sum()), dtype=torch.uint8)
     view, place = sent.numpy().data, 0
     for block in blocks:
@@ -146,9 +173,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """A plain tensor as its bytes, type and shape; everything else as usual."""
+        if isinstance(value, Tensor):
+            _check_on_cpu(value)
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
-        flat = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        flat = plain.flatten().view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
 
 
@@ -171,7 +201,10 @@ def _packed(values: Sequence[Any]) -> list[Any]:
 
 
 def _unpacked(block: memoryview) -> list[Any]:
-    """What `_packed` was given; tensors and arrays are views of the block."""
+    """What `_packed` was given.
+
+    Tensors and arrays have memory of their own: one that is kept does not keep all that arrived.
+    """
     count = int(np.frombuffer(block[:8], np.int64)[0])
     lengths = np.frombuffer(block[8 : 8 * (count + 1)], np.int64).tolist()
     place = _aligned(8 * (count + 1))
@@ -179,7 +212,7 @@ def _unpacked(block: memoryview) -> list[Any]:
     for length in lengths:
         pieces.append(block[place : place + length])
         place += _aligned(length)
-    values: list[Any] = pickle.loads(pieces[0], buffers=pieces[1:])
+    values: list[Any] = pickle.loads(pieces[0], buffers=map(np.array, pieces[1:]))
     return values
 
 

@@ -12,6 +12,7 @@ ranks. `dispatch` moves an encoder's inputs alone.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -39,6 +40,12 @@ NO_COSTS = 3
 """Columns of a table without samples: one of costs, bytes, the micro-batch."""
 
 
+MEDIA = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+"""Pixels in a sample, and where models of native resolution have their sizes."""
+CROP_DIMS = 3
+"""Of one crop: channels, height, width."""
+
+
 class SampleCosts:
     """Times of a sample by a model's FLOPs: (vision_ms, llm_ms); give it to `rebalance`."""
 
@@ -55,25 +62,40 @@ class SampleCosts:
         """Of a dict of tensors as transformers' processors make it, for one sample.
 
         `input_ids` (tokens,) or (1, tokens); `image_grid_thw` and `video_grid_thw` (media, 3), or
-        for models of crops `pixel_values` (crops, ...). DataError without `input_ids`.
+        for models of crops `pixel_values` and `pixel_values_videos` (..., channels, height, width),
+        of which every crop, frame, and crop of padding counts. DataError without `input_ids`, and
+        for pixels of another kind.
         """
         if "input_ids" not in sample:
             raise DataError(
                 f"a sample has {', '.join(map(str, sample)) or 'nothing'}, but no input_ids; give "
                 "`costs=` a function of your samples that calls SampleCosts.of_lengths"
             )
-        grids = [sample[name] for name in ("image_grid_thw", "video_grid_thw") if name in sample]
-        rows = [np.asarray(grid).reshape(-1, 3) for grid in grids if grid is not None]
         tokens = int(np.asarray(sample["input_ids"]).size)
         images = vit_tokens = 0
-        if rows:
-            grid = np.concatenate(rows)
-            images, vit_tokens = int(grid[:, 0].sum()), int(grid.prod(axis=1).sum())
-        elif sample.get("pixel_values") is not None and self._per_crop:
-            images = len(sample["pixel_values"])
-            vit_tokens = images * self._per_crop
+        for name, grid_name in MEDIA.items():
+            if sample.get(grid_name) is not None:
+                grid = np.asarray(sample[grid_name]).reshape(-1, 3)
+                images += int(grid[:, 0].sum())
+                vit_tokens += int(grid.prod(axis=1).sum())
+            elif sample.get(name) is not None:
+                crops = self._num_crops(name, tuple(np.shape(sample[name])), grid_name)
+                images += crops
+                vit_tokens += crops * (self._per_crop or 0)
         vision, llm = self.of_lengths([images], [vit_tokens], [tokens])[0]
         return float(vision), float(llm)
+
+    def _num_crops(self, name: str, shape: tuple[int, ...], grid_name: str) -> int:
+        """Crops in pixels that have no grid."""
+        if 0 in shape:
+            return 0
+        if not self._per_crop or len(shape) < CROP_DIMS:
+            raise DataError(
+                f"a sample has {name} of shape {shape} and no {grid_name}, so its ViT tokens are "
+                "not known; give `costs=` a function of your samples that calls "
+                "SampleCosts.of_lengths"
+            )
+        return prod(shape[:-CROP_DIMS])
 
     def of_lengths(self, images: Lengths, vit_tokens: Lengths, tokens: Lengths) -> FloatArray:
         """Of samples by numbers: crops, or images and frames; ViT tokens; LLM tokens.
@@ -164,16 +186,22 @@ class Rebalanced(Generic[S]):
         """Values of the samples in `batches`, where the samples came from, in their order there.
 
         `values`: one per sample, micro-batch by micro-batch; whatever pickle can write, tensors on
-        the CPU, without gradients. A collective, unless nothing has moved. ConfigError on a rank
-        whose values are not as many as its samples.
+        the CPU, without gradients. A collective, unless nothing has moved. ConfigError on all ranks
+        if any's values are not as many as its samples, or cannot be sent; where nothing has moved,
+        on that rank.
         """
         sizes = [len(batch) for batch in self.batches]
-        if [len(batch) for batch in values] != sizes:
-            raise ConfigError(
-                f"give_back got {[len(batch) for batch in values]} values for micro-batches of "
-                f"{sizes} samples; give one per sample"
-            )
+        numbers = [len(batch) if hasattr(batch, "__len__") else -1 for batch in values]
         places = self._places
+        if numbers != sizes:
+            shown = [number if number >= 0 else "no list" for number in numbers]
+            problem = ConfigError(
+                f"give_back got {shown} values for micro-batches of {sizes} samples; give one per "
+                "sample"
+            )
+            if self.prediction.is_moved:
+                exchange_objects(problem, places.group)  # so that the others do not wait
+            raise problem
         flat = [value for batch in values for value in batch]
         return _moved(places.now, places.before, flat, places)
 
@@ -214,8 +242,8 @@ def rebalance(  # noqa: PLR0913 - options by name
     stay in a node.
 
     A collective: call it on all ranks. ConfigError on all of them if numbers of micro-batches or
-    phases differ, or where any rank's `costs` fail. Without torch.distributed, or on one rank,
-    batches stay, and samples may change micro-batches.
+    phases differ, or where any rank's `costs` fail or its samples cannot be pickled. Without
+    torch.distributed, or on one rank, batches stay, and samples may change micro-batches.
     """
     group = data_group(group)
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1

@@ -189,6 +189,43 @@ def assign_batches(  # noqa: PLR0913 - options by name
     return (balance_padded if algorithm == "padded" else balance_conv)(lengths, num_batches)
 
 
+def batch_costs(
+    lengths: IntArray,
+    batches: IntArray,
+    num_batches: int,
+    *,
+    algorithm: Algorithm = "sums",
+    squares: IntArray | None = None,
+    weight: float = 0.0,
+) -> FloatArray:
+    """Cost in tokens of each batch, of what the algorithm makes even, float64, (num_batches,).
+
+    Tokens, those of padding too for "padded", and `weight` x squared tokens, padded where attention
+    is. For "squares" and "conv", which balance squares without a weight, weight 0 means that all
+    tokens cost as much as all squares. Arguments as of `assign_batches`.
+
+    >>> lengths, batches = np.array([9, 1, 1]), np.array([0, 0, 1])
+    >>> [batch_costs(lengths, batches, 2, algorithm=name).tolist() for name in ("sums", "padded")]
+    [[10.0, 1.0], [18.0, 1.0]]
+    """
+    lengths = np.asarray(lengths, np.float64)
+    longest = np.zeros(num_batches)
+    np.maximum.at(longest, batches, lengths)
+    sizes = np.bincount(batches, minlength=num_batches)
+    tokens: FloatArray = np.asarray(np.bincount(batches, lengths, num_batches), np.float64)
+    if algorithm in ("sums", "squares"):
+        attended = np.bincount(
+            batches, np.square(lengths) if squares is None else squares, num_batches
+        )
+    else:
+        attended = sizes * np.square(longest)
+    if algorithm == "padded":
+        tokens = sizes * longest
+    if algorithm in ("squares", "conv") and not weight:
+        weight = float(lengths.sum() / max(1.0, np.square(lengths).sum()))
+    return np.asarray(tokens + weight * attended, np.float64)
+
+
 def as_batches(batches: IntArray, num_batches: int) -> Groups:
     """The examples of each batch, in input order, as groups; empty batches stay.
 

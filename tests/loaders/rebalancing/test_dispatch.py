@@ -150,7 +150,64 @@ def _nothing():
     for sizes in ([4, 4], [8] if rank else []):
         inputs = given if len(sizes) else {"rows": torch.zeros(0, 2)}
         made = dispatch(lambda rows: rows, inputs, sizes)
-        assert made is inputs["rows"]
+        assert made is inputs["rows"] if len(sizes) else made.shape == (0, 2)
+
+
+def test_an_encoder_that_cannot_do_without_images_gets_one(tmp_path):
+    on_ranks(2, tmp_path, _without_images)
+
+
+def _without_images():
+    rank = dist.get_rank()
+    visual = make_model("qwen2_vl").model.visual
+    shapes = []
+
+    def encode(pixels, grids):
+        shapes.append(grids.tolist())
+        return visual(pixels, grid_thw=grids).pooler_output
+
+    def run(grids, **options):
+        sizes = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
+        inputs = {"grids": sizes, "pixels": torch.ones(int(sizes.prod(dim=1).sum()), 1176)}
+        return dispatch(encode, inputs, sizes.prod(dim=1), merge=4, **options)
+
+    # one image, too few to move; the rank without any encodes it too
+    features = run([[1, 2, 4]] if rank else [])
+    assert shapes == [[[1, 2, 4]]]
+    assert features.shape == (2 * rank, 32)
+    features.sum().backward()
+    gradients = [weight.grad for weight in visual.parameters()]
+    assert all(bool(gradient.any()) <= rank for gradient in gradients)
+    # no image at all
+    with pytest.raises(ConfigError, match="no rank has an item, and encode"):
+        run([])
+    example = {"pixels": torch.zeros(4, 1176), "grids": torch.tensor([[1, 2, 2]])}
+    assert run([], example=example).shape == (0, 32)
+    with pytest.raises(ConfigError, match="example has" if rank else "inputs of rank 1"):
+        run([], example={"grids": example["grids"]} if rank else example)
+
+
+@pytest.mark.parametrize("algorithm", ["padded", "squares", "padded_attention", "conv"])
+def test_items_move_where_the_algorithm_s_own_cost_falls(tmp_path, algorithm):
+    on_ranks(2, tmp_path, _pays, algorithm)
+
+
+def _pays(algorithm):
+    # as many tokens on both ranks: short items padded to a long one, or all long ones on one rank
+    sizes = [100, *[25] * 4]
+    if algorithm == "squares":
+        sizes = [25] * 8 if dist.get_rank() else [100] * 2
+    weight = 0.1 if algorithm == "padded_attention" else 0.0
+    names = torch.arange(len(sizes))
+    encoded = []
+
+    def encode(names):
+        encoded.append(len(names))
+        return names
+
+    dispatch(encode, {"names": names}, sizes, outputs="items", algorithm=algorithm, weight=weight)
+    # each has one long item and four short ones, or one rank both long ones
+    assert encoded == [5 if algorithm == "squares" else 2 + 6 * dist.get_rank()]
 
 
 def test_wrong_inputs_are_named(tmp_path):
@@ -166,6 +223,9 @@ def _wrong():
         dispatch(torch.relu, {"rows": rows}, [6, 6], merge=4)
     with pytest.raises(ConfigError, match="different inputs or options"):
         dispatch(torch.relu, {"rows": rows}, [6, 6], weight=rank)
+    for others in ({"more": rows}, {"rows": rows.double()}, {"rows": rows[:, :1]}):
+        with pytest.raises(ConfigError, match="ranks give dispatch other tensors"):
+            dispatch(torch.relu, others if rank else {"rows": rows}, [6, 6])
     with pytest.raises(ConfigError, match="merge is 0"):
         dispatch(torch.relu, {"rows": rows}, [6, 6], merge=0)
     with pytest.raises(ConfigError, match="use one of sums"):

@@ -1,5 +1,7 @@
 """Samples change ranks within a step: each once, gradients of one process, and only if it pays."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from isobatch import SampleCosts, rebalance
 from isobatch.balance.dispatching.even_ranks import step_ms
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders.ranks.object_exchange import exchange_objects, object_bytes
+from isobatch.models.folder.find_model import find_model
 from support.costs.drawn_samples import (
     assert_gradients_equal,
     draw_sample,
@@ -161,8 +164,22 @@ def _faults():
     assert moved.batches == [[], []]
     moved = rebalance([[3, 7, 11, 15] if rank else []], costs=costs, gb_per_s=FAST)
     assert len(moved.batches[0]) == 2  # of a rank that had none
-    with pytest.raises(ConfigError, match="give_back got"):
-        moved.give_back([[1]])
+    # wrong on one rank, and the other is told
+    with pytest.raises(ConfigError, match="give_back got" if rank else "rank 1 could not send"):
+        moved.give_back([[1]] if rank else [[1, 2]])
+    for value, why in (
+        (lambda: 0, "pickle"),
+        (threading.Lock(), "pickle '_thread.lock'"),
+        (torch.zeros(2, device="meta"), "a tensor on meta"),
+    ):
+        # rank 0 has what came from rank 1
+        with pytest.raises(ConfigError, match="rank 0 could not send" if rank else why):
+            moved.give_back([[1, 2 if rank else value]])
+        batches = [[value] * 4 if rank else []]
+        with pytest.raises(ConfigError, match=why if rank else "rank 1 could not send"):
+            rebalance(batches, costs=lambda _: (1.0, 1.0), gb_per_s=FAST, num_bytes=lambda _: 1)
+    (back,) = moved.give_back([[rank, rank + 2]])
+    assert sorted(back) == ([0, 1, 2, 3] if rank else [])
 
 
 def test_objects_of_all_kinds_arrive_as_they_were(tmp_path):
@@ -176,6 +193,7 @@ def _objects():
         torch.empty(0, 3),
         torch.tensor(2.5),
         torch.ones(2, 3, dtype=torch.bool),
+        torch.tensor([1 + 2j]).conj(),
         np.arange(6).reshape(2, 3)[:, ::-1],
         {"path": "a.jpg", "bytes": b"\0\1", "nested": [(torch.arange(3), None)]},
     ]
@@ -183,13 +201,16 @@ def _objects():
     parts[1 - rank] = values
     received = exchange_objects(parts, None)
     assert received[rank] == []
-    tensor, empty, scalar, flags, array, record = received[1 - rank]
+    tensor, empty, scalar, flags, conjugate, array, record = received[1 - rank]
     assert tensor.dtype == torch.bfloat16
     assert tensor.tolist() == [0, 2, 4, 6]
     assert (empty.shape, float(scalar), flags.all().item()) == ((0, 3), 2.5, True)
-    assert array.tolist() == values[4].tolist()
+    assert conjugate.tolist() == [1 - 2j]
+    assert array.tolist() == values[5].tolist()
     assert record["nested"][0][0].tolist() == [0, 1, 2]
     tensor += 1  # it can be written to
+    assert tensor.untyped_storage().nbytes() == 8  # and keeps nothing else that arrived
+    assert record["nested"][0][0].untyped_storage().nbytes() == 24
 
 
 def test_alone_samples_change_micro_batches_only():
@@ -210,6 +231,18 @@ def test_costs_of_a_model_follow_its_flops():
     assert llm[0] == llm[1] < llm[2] / 2
     with pytest.raises(DataError, match="no input_ids"):
         model({"text": "a"})
+
+
+def test_crops_of_all_images_and_frames_of_videos_cost():
+    model = SampleCosts("llava_next")
+    per_crop = find_model("llava_next").vision.vit_tokens_per_patch
+    for shape, crops in (((5, 3, 8, 8), 5), ((1, 5, 3, 8, 8), 5), ((2, 5, 3, 8, 8), 10)):
+        for name in ("pixel_values", "pixel_values_videos"):
+            sample = {"input_ids": torch.zeros(1, 100), name: torch.zeros(shape)}
+            assert model(sample) == tuple(model.of_lengths([crops], [crops * per_crop], [100])[0])
+    for name, shape in (("qwen2_vl", (16, 1176)), ("llava_next", (16, 1176))):
+        with pytest.raises(DataError, match=r"shape \(16, 1176\) and no image_grid_thw"):
+            SampleCosts(name)({"input_ids": torch.zeros(9), "pixel_values": torch.zeros(shape)})
 
 
 def test_bytes_are_those_of_tensors_and_strings():
