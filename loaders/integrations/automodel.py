@@ -163,6 +163,7 @@ class BalancedDataloader:
         self.collate_fn, self.batch_size = collate_fn, batch_size
         self._make_pack = make_pack
         self._epoch: int | None = None
+        self._is_resumed = self._is_spent = False
         self._num_left = 0
         """Micro-batches of the loader's last step that are not in a batch yet."""
 
@@ -172,12 +173,20 @@ class BalancedDataloader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """As `StepStream.set_epoch`; an epoch that was resumed at its end has no batches left."""
-        self.loader.set_epoch(epoch)
+        """As `StepStream.set_epoch`; an epoch that was resumed at its end has no batches left.
+
+        A StepScheduler trains an epoch's last batches, if they are fewer than it accumulates, when
+        the loader has come to the next epoch already, and saves its own epoch with them.
+        """
+        self._is_spent = self._is_resumed and epoch == self.loader.epoch - 1
+        if not self._is_spent:
+            self.loader.set_epoch(epoch)
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Pack]:
-        if self._epoch == self.loader.epoch and self.loader.is_at_end:
+        self._is_resumed = False
+        if self._is_spent or (self._epoch == self.loader.epoch and self.loader.is_at_end):
+            self._is_spent = False
             return
         packs: list[Pack] = []
         for step in self.loader:
@@ -214,6 +223,7 @@ class BalancedDataloader:
         """Resume on any number of ranks; ConfigError as of the loaders."""
         self.loader.load_state_dict(state)
         self._num_left = 0
+        self._is_resumed = True
 
 
 class BalancedRecipe(FinetuneRecipeForVLM):  # type: ignore[misc]
