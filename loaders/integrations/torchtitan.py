@@ -61,6 +61,8 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
             raise ConfigError("give either dataset_path, a build, or records, a dataset")
         if not config.model:
             raise ConfigError("give model, the folder or Hub id of the model in transformers")
+        if "epochs" in config.options:
+            raise ConfigError("options has epochs; give epochs of BalancedDataLoader.Config")
         options = {"micro_batches_per_step": local_batch_size} | dict(config.options)
         if not {"device_mesh", "process_group", "dp_rank"} & options.keys():
             options |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
@@ -88,7 +90,9 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
         while self._epochs is None or loader.epoch < self._epochs:
             if self._epochs == loader.epoch + 1 and loader.is_at_end:
                 return  # resumed after the last step of all
+            num_steps = 0
             for step in loader:
+                num_steps += 1
                 for start in range(0, len(step), size):
                     self._num_left = len(step) - start - size
                     yield titan_batch(
@@ -97,6 +101,8 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
                         seq_len=self._seq_len,
                         special=self._special,
                     )
+            if not num_steps:
+                return  # as StepDataset
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state, equal on all ranks. ConfigError in the middle of one of its steps."""

@@ -269,6 +269,18 @@ def test_a_run_that_was_saved_at_its_end_has_no_more_batches(data, number):
     assert not tokens_of(resumed)
 
 
+def test_a_loader_without_further_steps_ends(data):
+    loading = made(configs(data)[0])
+    passes = iter([[]])  # another pass is an error
+
+    class Spent(SimpleNamespace):
+        def __iter__(self):
+            return iter(next(passes))
+
+    loading.loader = Spent(epoch=2, is_at_end=False)
+    assert not tokens_of(loading)
+
+
 def test_the_trainers_own_generator_ends_with_its_error(data):
     config = configs(data)[0]
     config.epochs = 1
@@ -290,6 +302,7 @@ def test_what_does_not_fit_is_refused(data):
         ({"model": ""}, "give model"),
         ({"options": {"micro_batches_per_step": 3}}, "use a multiple of local_batch_size, 2"),
         ({"options": {"loss_weights": "sample"}}, "loss_weights is 'sample'"),
+        ({"options": {"epochs": 2}}, "give epochs of BalancedDataLoader.Config"),
     ):
         other = copy.copy(config)
         for name, value in changes.items():
