@@ -19,6 +19,7 @@ from isobatch.loaders.batch.model_inputs.family import Arguments, config_of_text
 from isobatch.loaders.batch.model_inputs.inputs import (
     blank_media_tokens,
     config_of,
+    has_media,
     media_arguments,
     with_blank_media,
     with_blank_sample,
@@ -122,11 +123,10 @@ def packed_batch(
     is enough. `pad_token_id`: by default the config's, or 0.
 
     ConfigError as of `model_inputs`, for a micro-batch that is planned to be padded (`is_padded`),
-    if it does not fit `pad_total_to`, or if that is not a multiple of `pad_each_to`. ValueError for
-    an empty one with `always_encode=False`.
+    for media without a `model`, if it does not fit `pad_total_to`, or if that is not a multiple of
+    `pad_each_to`. ValueError for an empty one with `always_encode=False`.
     """
     _check_multiples(batch, pad_each_to, pad_total_to)
-    num_tokens = len(batch.input_ids)
     config = None if model is None else config_of(model)
     media: Arguments = {}
     mrope = types = None
@@ -136,10 +136,8 @@ def packed_batch(
         positions = family.positions(batch, config)
         mrope = positions[1:, 0] if positions.ndim == 3 else None
         types = _token_types(batch, config)
-    elif not batch.num_samples:
-        if not always_encode:
-            raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
-        batch = with_blank_sample(batch, EMPTY_SAMPLE_ID, 1, 0)
+    else:
+        batch = _text_alone(batch, always_encode=always_encode)
     if pad_token_id is None:  # some configs have none, or -1
         configured = getattr(config_of_text(config), "pad_token_id", None)
         pad_token_id = max(0, configured or 0)
@@ -168,9 +166,8 @@ def packed_batch(
     # Values there
     labels = placed(shift_labels(batch.labels, batch.cu_seqlens), LABEL_IGNORE)
     loss_mask = (labels != LABEL_IGNORE).float()
-    if batch.loss_weights is not None:  # blank samples have none
-        blank = batch.loss_weights.new_zeros(len(batch.input_ids) - num_tokens)
-        loss_mask *= placed(torch.cat([batch.loss_weights, blank]), 0)
+    if batch.loss_weights is not None:
+        loss_mask *= placed(batch.loss_weights, 0)
     if mrope is not None:
         # after the largest of a sample, its padding counts on as text does
         ends = torch.stack([part.max() + 1 for part in torch.split(mrope, lengths.tolist(), dim=1)])
@@ -229,6 +226,17 @@ def _check_multiples(batch: MicroBatch, pad_each_to: int, pad_total_to: int | No
         raise ConfigError(
             f"pad_total_to is {pad_total_to}; it must be a multiple of pad_each_to, {pad_each_to}"
         )
+
+
+def _text_alone(batch: MicroBatch, *, always_encode: bool) -> MicroBatch:
+    """`batch` without media, of one token at least."""
+    if has_media(batch):
+        raise ConfigError("the micro-batch has images or clips, which need a model: give model=")
+    if batch.num_samples:
+        return batch
+    if not always_encode:
+        raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
+    return with_blank_sample(batch, EMPTY_SAMPLE_ID, 1, 0)
 
 
 def _token_types(batch: MicroBatch, config: Any) -> Tensor:

@@ -91,8 +91,11 @@ def test_a_row_is_what_a_loop_over_samples_makes(name, multiple, counts, fixed):
         samples = result.samples
         assert torch.equal(samples.input_ids, inputs["input_ids"][0])
         if batch.loss_weights is not None:
-            blank = torch.zeros(len(samples.input_ids) - len(batch.input_ids))
-            samples = replace(samples, loss_weights=torch.cat([batch.loss_weights, blank]))
+            weights, blank = samples.loss_weights.split_with_sizes(
+                [len(batch.input_ids), len(samples.input_ids) - len(batch.input_ids)]
+            )
+            assert torch.equal(weights, batch.loss_weights)
+            assert not blank.any()
         row, lengths, slots = oracle(samples, positions, multiple=multiple, total=total)
         assert result.input_ids.tolist() == row["ids"]
         assert result.labels.tolist() == row["labels"]
@@ -205,6 +208,8 @@ def test_without_a_model_there_is_text_alone():
     assert (empty.num_samples, empty.num_tokens) == (1, 8)
     assert not empty.loss_mask.any()
     assert empty.cu_seqlens.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="images or clips, which need a model: give model="):
+        packed_batch(make_batch("llava", [0, 1]))
 
 
 def test_rows_of_lengths_are_filled_up():

@@ -38,6 +38,7 @@ from isobatch.shards.manifest import read_manifest
 from support import ROOT
 from support.builds.packed import build
 from support.clips import make_clip
+from support.models.family_models import make_family_batch, make_family_model
 from support.models.saved_videos import save_video_folder
 
 CAP, SEQ_LEN, NUM_RECORDS = 300, 384, 40
@@ -314,6 +315,10 @@ def test_what_does_not_fit_is_refused(data):
         special_tokens(data.config, names)
     names.image_id = data.config.image_token_id
     assert special_tokens(data.config, names) == {"image_id": names.image_id, "pad_id": 0}
+    name = "qwen2_5_omni_thinker"
+    batch, omni = make_family_batch(name, [1]), make_family_model(name).config
+    with pytest.raises(ConfigError, match="TorchTitan is given no input_features"):
+        titan_batch([batch], omni, seq_len=SEQ_LEN, special={})
     config.options = {"micro_batches_per_step": 2}
     loading = made(config)
     iterator = iter(loading)

@@ -138,7 +138,9 @@ def test_what_does_not_fit_is_one_line(data):
         veomni_loader(dyn_bsz=True)
     with pytest.raises(ConfigError, match=r"data\.datasets_type of VeOmni must be 'isobatch' too"):
         build_dataloader("isobatch", dataset=[], collate_fn=MainCollator(), **SETTINGS)
-    with pytest.raises(ConfigError, match="loss_weights is 'square', but VeOmni takes the mean"):
+    with pytest.raises(
+        ConfigError, match="loss_weights is 'square'; VeOmni's losses have no weights"
+    ):
         VeOmniLoader(loader_of(data, loss_weights="square"), MainCollator())
     with pytest.raises(ConfigError, match="has shuffle=False; VeOmni trains on it"):
         VeOmniLoader(loader_of(data, shuffle=False), MainCollator())
