@@ -19,7 +19,6 @@ from isobatch.loaders.batch.model_inputs.family import Arguments, config_of_text
 from isobatch.loaders.batch.model_inputs.inputs import (
     blank_media_tokens,
     config_of,
-    has_media,
     media_arguments,
     with_blank_media,
     with_blank_sample,
@@ -117,14 +116,14 @@ def packed_batch(
 
     `model`: a model of transformers or its config, as `model_inputs` takes it: M-RoPE, token types
     and media need it, and blank images and clips, which are added as there (`always_encode`).
-    Without one an empty micro-batch becomes one token without a label.
+    Without one the row is the text alone, and an empty micro-batch one token without a label.
 
     `pad_total_to`: T, of which the last sample has the rest as padding; `packed_length` says which
     is enough. `pad_token_id`: by default the config's, or 0.
 
     ConfigError as of `model_inputs`, for a micro-batch that is planned to be padded (`is_padded`),
-    for media without a `model`, if it does not fit `pad_total_to`, or if that is not a multiple of
-    `pad_each_to`. ValueError for an empty one with `always_encode=False`.
+    if it does not fit `pad_total_to`, or if that is not a multiple of `pad_each_to`. ValueError for
+    an empty one with `always_encode=False`.
     """
     _check_multiples(batch, pad_each_to, pad_total_to)
     config = None if model is None else config_of(model)
@@ -136,8 +135,10 @@ def packed_batch(
         positions = family.positions(batch, config)
         mrope = positions[1:, 0] if positions.ndim == 3 else None
         types = _token_types(batch, config)
-    else:
-        batch = _text_alone(batch, always_encode=always_encode)
+    elif not batch.num_samples:
+        if not always_encode:
+            raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
+        batch = with_blank_sample(batch, EMPTY_SAMPLE_ID, 1, 0)
     if pad_token_id is None:  # some configs have none, or -1
         configured = getattr(config_of_text(config), "pad_token_id", None)
         pad_token_id = max(0, configured or 0)
@@ -226,17 +227,6 @@ def _check_multiples(batch: MicroBatch, pad_each_to: int, pad_total_to: int | No
         raise ConfigError(
             f"pad_total_to is {pad_total_to}; it must be a multiple of pad_each_to, {pad_each_to}"
         )
-
-
-def _text_alone(batch: MicroBatch, *, always_encode: bool) -> MicroBatch:
-    """`batch` without media, of one token at least."""
-    if has_media(batch):
-        raise ConfigError("the micro-batch has images or clips, which need a model: give model=")
-    if batch.num_samples:
-        return batch
-    if not always_encode:
-        raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
-    return with_blank_sample(batch, EMPTY_SAMPLE_ID, 1, 0)
 
 
 def _token_types(batch: MicroBatch, config: Any) -> Tensor:

@@ -17,7 +17,7 @@ from veomni.distributed.parallel_state import get_parallel_state
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
-from isobatch.loaders.batch.model_inputs.inputs import config_of
+from isobatch.loaders.batch.model_inputs.inputs import config_of, has_media
 from isobatch.loaders.batch.packed import IMAGE, VIDEO, packed_batch
 from isobatch.loaders.integrations.adapter_checks import check_loss_weights, check_media
 from isobatch.loaders.integrations.torch_dataset import StepDataset
@@ -123,6 +123,8 @@ def sample_features(batch: MicroBatch, model: Any = None) -> list[dict[str, Tens
     if not (batch.labels != LABEL_IGNORE).any():
         names = ", ".join(batch.sample_ids) or "none"
         raise DataError(f"a micro-batch has no labels (samples: {names}); leave such samples out")
+    if model is None and has_media(batch):
+        raise ConfigError("a micro-batch has images or clips; give register the model")
     packed = packed_batch(batch, model)
     check_media(packed.media, _MEDIA, "VeOmni")
     values: dict[str, Tensor] = {

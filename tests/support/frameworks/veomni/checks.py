@@ -148,6 +148,9 @@ def test_what_does_not_fit_is_one_line(data):
     unlabelled = replace(batch, labels=torch.full_like(batch.labels, -100))
     with pytest.raises(DataError, match="a micro-batch has no labels"):
         sample_features(unlabelled, data.config)
+    batch = next(batch for step in loader_of(data) for batch in step if len(batch.image_sizes))
+    with pytest.raises(ConfigError, match="has images or clips; give register the model"):
+        sample_features(batch)
     with pytest.raises(ConfigError, match="model type 'llava': VeOmni is given samples of qwen2"):
         register(partial(StreamingLoader, "packed"), transformers.LlavaConfig())
 
