@@ -116,7 +116,7 @@ def packed_batch(
 
     `model`: a model of transformers or its config, as `model_inputs` takes it: M-RoPE, token types
     and media need it, and blank images and clips, which are added as there (`always_encode`).
-    Without one an empty micro-batch becomes one token without a label.
+    Without one the row is the text alone, and an empty micro-batch one token without a label.
 
     `pad_total_to`: T, of which the last sample has the rest as padding; `packed_length` says which
     is enough. `pad_token_id`: by default the config's, or 0.
@@ -126,7 +126,6 @@ def packed_batch(
     an empty one with `always_encode=False`.
     """
     _check_multiples(batch, pad_each_to, pad_total_to)
-    num_tokens = len(batch.input_ids)
     config = None if model is None else config_of(model)
     media: Arguments = {}
     mrope = types = None
@@ -168,9 +167,8 @@ def packed_batch(
     # Values there
     labels = placed(shift_labels(batch.labels, batch.cu_seqlens), LABEL_IGNORE)
     loss_mask = (labels != LABEL_IGNORE).float()
-    if batch.loss_weights is not None:  # blank samples have none
-        blank = batch.loss_weights.new_zeros(len(batch.input_ids) - num_tokens)
-        loss_mask *= placed(torch.cat([batch.loss_weights, blank]), 0)
+    if batch.loss_weights is not None:
+        loss_mask *= placed(batch.loss_weights, 0)
     if mrope is not None:
         # after the largest of a sample, its padding counts on as text does
         ends = torch.stack([part.max() + 1 for part in torch.split(mrope, lengths.tolist(), dim=1)])

@@ -27,6 +27,11 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.inputs import config_of
 from isobatch.loaders.batch.packed import packed_batch
+from isobatch.loaders.integrations.adapter_checks import (
+    check_loss_weights,
+    check_whole_step,
+    with_ranks,
+)
 from isobatch.loaders.loader import StreamingLoader
 from isobatch.loaders.online.loader import BalancedLoader
 from isobatch.loaders.step_stream import StepStream
@@ -57,9 +62,7 @@ class BalancedDataset:
         """The loader of a data-parallel rank. ConfigError as of the loaders."""
         if (self.url is None) == (self.dataset is None):
             raise ConfigError("give BalancedDataset either url=, a build, or dataset=")
-        options = dict(self.options)
-        if not {"device_mesh", "process_group", "dp_rank"} & options.keys():
-            options |= {"dp_rank": rank, "dp_world_size": world_size}
+        options = with_ranks(self.options, rank, world_size)
         if self.url is not None:
             return StreamingLoader(self.url, **options)
         return BalancedLoader(self.dataset, **options)
@@ -163,6 +166,7 @@ class BalancedDataloader:
         self.collate_fn, self.batch_size = collate_fn, batch_size
         self._make_pack = make_pack
         self._epoch: int | None = None
+        self._is_resumed = self._is_spent = False
         self._num_left = 0
         """Micro-batches of the loader's last step that are not in a batch yet."""
 
@@ -172,12 +176,20 @@ class BalancedDataloader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """As `StepStream.set_epoch`; an epoch that was resumed at its end has no batches left."""
-        self.loader.set_epoch(epoch)
+        """As `StepStream.set_epoch`; an epoch that was resumed at its end has no batches left.
+
+        A StepScheduler trains an epoch's last batches, if they are fewer than it accumulates, when
+        the loader has come to the next epoch already, and saves its own epoch with them.
+        """
+        self._is_spent = self._is_resumed and epoch == self.loader.epoch - 1
+        if not self._is_spent:
+            self.loader.set_epoch(epoch)
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Pack]:
-        if self._epoch == self.loader.epoch and self.loader.is_at_end:
+        self._is_resumed = False
+        if self._is_spent or (self._epoch == self.loader.epoch and self.loader.is_at_end):
+            self._is_spent = False
             return
         packs: list[Pack] = []
         for step in self.loader:
@@ -203,17 +215,17 @@ class BalancedDataloader:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the loader: plain JSON. ConfigError in the middle of one of its steps."""
-        if self._num_left:
-            raise ConfigError(
-                f"{self._num_left} micro-batches of the loader's step are not trained; "
-                "global_batch_size must be a multiple of its micro_batches_per_step times ranks"
-            )
+        check_whole_step(
+            self._num_left,
+            "global_batch_size must be a multiple of its micro_batches_per_step times ranks",
+        )
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume on any number of ranks; ConfigError as of the loaders."""
         self.loader.load_state_dict(state)
         self._num_left = 0
+        self._is_resumed = True
 
 
 class BalancedRecipe(FinetuneRecipeForVLM):  # type: ignore[misc]
@@ -277,8 +289,7 @@ def _with_other_media(collater: Callable[[Sequence[Pack]], Pack], packs: Sequenc
 
 
 def _check_loader(loader: StreamingLoader | BalancedLoader, alignment: int) -> None:
-    if (weights := loader.config.loss_weights) != "token":
-        raise ConfigError(f"loss_weights is {weights!r}; Automodel's losses have no weights")
+    check_loss_weights(loader, "Automodel")
     if loader.pad_each_to % alignment:
         raise ConfigError(
             f"with this cp_size samples are padded to multiples of {alignment}, and the loader's "

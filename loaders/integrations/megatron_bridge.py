@@ -16,6 +16,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders.batch.micro_batch import MicroBatch, shift_labels
 from isobatch.loaders.batch.model_inputs.inputs import config_of
 from isobatch.loaders.batch.packed import packed_batch
+from isobatch.loaders.integrations.adapter_checks import check_media
 from isobatch.loaders.integrations.torch_dataset import StepDataset
 from isobatch.loaders.step_stream import StepStream
 
@@ -55,15 +56,14 @@ class BridgeBatches:
 
         "thd" also has `cu_seqlens_q` and `_kv`, those with `_padded`, int32, (samples + 1,), and
         `max_seqlen_q` and `_kv`, int32, 0-d. M-RoPE is what Bridge's models compute of the grids.
-        ConfigError as of `packed_batch`, and for videos with "rows".
+        ConfigError as of `packed_batch`, and for media that are not in `VISUAL_FIELDS`.
         """
         config = config_of(self.model)
         packed = packed_batch(
             batch, config, pad_each_to=self.pad_each_to, pad_total_to=self.pad_total_to
         )
         names = VISUAL_FIELDS[self.layout]
-        if others := sorted(packed.media.keys() & {"pixel_values_videos"} - {*names}):
-            raise ConfigError(f"Bridge 0.3 takes no {others[0]}; leave out samples with videos")
+        check_media(packed.media, names, f"Bridge with layout={self.layout!r}")
         visual = {name: packed.media[name] for name in names if name in packed.media}
         shared = {"attention_mask": None, "visual_inputs": self.visual_inputs(**visual)}
         if self.layout == "rows":

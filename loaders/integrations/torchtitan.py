@@ -20,12 +20,19 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from isobatch.common.errors import ConfigError
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.packed import PackedBatch, packed_batch
+from isobatch.loaders.integrations.adapter_checks import (
+    check_loss_weights,
+    check_media,
+    check_whole_step,
+    with_ranks,
+)
 from isobatch.loaders.loader import StreamingLoader
 from isobatch.loaders.online.loader import BalancedLoader
 
 TitanBatch = tuple[dict[str, Any], Tensor]
 _TOKENS = {"image": "image_token_id", "video": "video_token_id"}
 """TorchTitan's names of tokens, and those of transformers' configs."""
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
@@ -61,9 +68,10 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
             raise ConfigError("give either dataset_path, a build, or records, a dataset")
         if not config.model:
             raise ConfigError("give model, the folder or Hub id of the model in transformers")
-        options = {"micro_batches_per_step": local_batch_size} | dict(config.options)
-        if not {"device_mesh", "process_group", "dp_rank"} & options.keys():
-            options |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+        if "epochs" in config.options:
+            raise ConfigError("options has epochs; give epochs of BalancedDataLoader.Config")
+        options = with_ranks(config.options, dp_rank, dp_world_size)
+        options = {"micro_batches_per_step": local_batch_size} | options
         if (per_step := options["micro_batches_per_step"]) % local_batch_size:
             raise ConfigError(
                 f"micro_batches_per_step is {per_step}; use a multiple of local_batch_size, "
@@ -75,8 +83,7 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
             self.loader = StreamingLoader(config.dataset_path, **options)
         else:
             self.loader = BalancedLoader(config.records, model=config.model, **options)
-        if (weights := self.loader.config.loss_weights) != "token":
-            raise ConfigError(f"loss_weights is {weights!r}; TorchTitan's losses have no weights")
+        check_loss_weights(self.loader, "TorchTitan")
         self._seq_len, self._batch_size, self._epochs = seq_len, local_batch_size, config.epochs
         self._special = special_tokens(self.model_config, trainer.get("tokenizer"))
         self._num_left = 0
@@ -88,7 +95,9 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
         while self._epochs is None or loader.epoch < self._epochs:
             if self._epochs == loader.epoch + 1 and loader.is_at_end:
                 return  # resumed after the last step of all
+            num_steps = 0
             for step in loader:
+                num_steps += 1
                 for start in range(0, len(step), size):
                     self._num_left = len(step) - start - size
                     yield titan_batch(
@@ -97,14 +106,15 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
                         seq_len=self._seq_len,
                         special=self._special,
                     )
+            if not num_steps:
+                return  # as StepDataset
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state, equal on all ranks. ConfigError in the middle of one of its steps."""
-        if self._num_left:
-            raise ConfigError(
-                f"{self._num_left} micro-batches of the loader's step are not trained; give "
-                "micro_batches_per_step a divisor of local_batch_size times accumulation steps"
-            )
+        check_whole_step(
+            self._num_left,
+            "give micro_batches_per_step a divisor of local_batch_size times accumulation steps",
+        )
         return {"loader": json.dumps(self.loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -127,9 +137,11 @@ def titan_batch(
     seq_len, 3) for models with M-RoPE; `pixel_values` float32 (images of all rows, most patches,
     values of a patch), zeros after an image's patches, and `grid_thw` (images, 3), both None
     without images, and the same of videos. What fills up a row has positions 0, as TorchTitan's.
-    ConfigError as of `packed_batch`, and for models whose images have no grids.
+    ConfigError as of `packed_batch`, for models whose images have no grids, and for audio.
     """
     rows = [packed_batch(batch, model, pad_total_to=seq_len) for batch in batches]
+    for row in rows:
+        check_media(row.media, _MEDIA, "TorchTitan")
     inputs: dict[str, Any] = {
         "input": torch.stack([row.input_ids for row in rows]),
         "positions": torch.stack([_positions(row) for row in rows]),

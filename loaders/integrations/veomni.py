@@ -17,8 +17,9 @@ from veomni.distributed.parallel_state import get_parallel_state
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
-from isobatch.loaders.batch.model_inputs.inputs import config_of
+from isobatch.loaders.batch.model_inputs.inputs import config_of, has_media
 from isobatch.loaders.batch.packed import IMAGE, VIDEO, packed_batch
+from isobatch.loaders.integrations.adapter_checks import check_loss_weights, check_media
 from isobatch.loaders.integrations.torch_dataset import StepDataset
 from isobatch.loaders.step_stream import StepStream
 
@@ -86,10 +87,7 @@ class VeOmniLoader:
     """
 
     def __init__(self, loader: StepStream, collate: Collator, model: Any = None) -> None:
-        if (weights := loader.config.loss_weights) != "token":
-            raise ConfigError(
-                f"loss_weights is {weights!r}, but VeOmni takes the mean over labels; leave it out"
-            )
+        check_loss_weights(loader, "VeOmni")
         if loader.is_evaluation:
             raise ConfigError("the loader has shuffle=False; VeOmni trains on it: leave that out")
         self.loader, self._collate, self._model = loader, collate, model
@@ -120,12 +118,15 @@ def sample_features(batch: MicroBatch, model: Any = None) -> list[dict[str, Tens
     `attention_mask` of ones, `position_ids` (n,) or (3, n); `image_mask` and `video_mask` bool and
     `mm_token_type_ids` with `model`. The first has the pixels and grids of all, which are joined
     anyway. A micro-batch without images gets a blank one, as by `model_inputs`. DataError for one
-    without labels: VeOmni's loss of it is NaN.
+    without labels: VeOmni's loss of it is NaN. ConfigError for images without `model`.
     """
     if not (batch.labels != LABEL_IGNORE).any():
         names = ", ".join(batch.sample_ids) or "none"
         raise DataError(f"a micro-batch has no labels (samples: {names}); leave such samples out")
+    if model is None and has_media(batch):
+        raise ConfigError("a micro-batch has images or clips; give register the model")
     packed = packed_batch(batch, model)
+    check_media(packed.media, _MEDIA, "VeOmni")
     values: dict[str, Tensor] = {
         "input_ids": packed.input_ids,
         "labels": packed.samples.labels,

@@ -3,7 +3,7 @@
 verl's trainer reorders a step's rollouts so that each rank's equal part takes equally long by LLM
 tokens. This reorders them by what images cost too; all else is verl's: dispatch, micro-batches,
 losses. The trainer has no hook for it, so a method of a private name is overridden, and the version
-is checked. verl is not imported here.
+is checked. verl is imported only when a step is balanced.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -47,29 +47,43 @@ class BalancedRollouts:
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> None:
-        """Reorder a DataProto of rollouts; verl cuts it into equal parts, one per rank."""
+        """Reorder a DataProto of rollouts; verl cuts it into equal parts, one per rank.
+
+        ConfigError for rollouts that make no whole mini-batches, or that do not fit the ranks.
+        """
+        from verl.utils.seqlen_balancing import log_seqlen_unbalance  # noqa: PLC0415
+
         trainer: Any = self
         num_ranks = trainer._get_dp_size(trainer.actor_rollout_wg, "actor")
-        size = None
-        if keep_minibatch:
-            size = trainer.config.actor_rollout_ref.actor.get("ppo_mini_batch_size")
-        together = getattr(self, "use_prefix_grouper", False)
+        is_grouped = getattr(self, "use_prefix_grouper", False)
         costs, tokens = rollout_costs(batch, self.rollout_model)
-        prompts = list(batch.non_tensor_batch["uid"]) if together else None
+        # as in verl: without names of prompts nothing stays together, else mini-batches do not
+        prompts = batch.non_tensor_batch.get("uid") if is_grouped else None
+        size = len(tokens)
+        if keep_minibatch and prompts is None:
+            size = trainer.config.actor_rollout_ref.actor.get("ppo_mini_batch_size")
+        if not size or len(tokens) % size:
+            raise ConfigError(
+                f"{len(tokens)} rollouts are no multiple of ppo_mini_batch_size, {size}; change "
+                "that, or set trainer.balance_batch to False"
+            )
         ranks = [list[int]() for _ in range(num_ranks)]
-        for part in np.array_split(
-            np.arange(len(tokens)), max(1, len(tokens) // (size or len(tokens)))
-        ):
+        for part in np.arange(len(tokens)).reshape(-1, size):
             plan = assign_rollouts(
                 costs[part],
                 tokens[part],
                 num_ranks=num_ranks,
-                prompts=prompts and [prompts[row] for row in part],
+                prompts=None if prompts is None else list(prompts[part]),
                 equal_sizes=True,
             )
             for rank, groups in enumerate(plan.micro_batches):
-                ranks[rank] += part[groups.samples].tolist()
+                rows = part[groups.samples]
+                if not is_grouped:  # as in verl: short ones at both ends, for pipelines
+                    rows = rows[np.argsort(costs[rows].sum(axis=1), kind="stable")]
+                    rows = np.concatenate([rows[::2], rows[1::2][::-1]])
+                ranks[rank] += rows.tolist()
         batch.reorder(torch.tensor([row for rows in ranks for row in rows]))
+        metrics.update(log_seqlen_unbalance(tokens.tolist(), ranks, logging_prefix))
         slots = np.repeat(np.arange(num_ranks), [len(rows) for rows in ranks])
         loads = slot_loads(costs[np.concatenate(ranks)], slots, num_ranks)[0]
         waits = 1 - loads.mean(axis=0) / np.maximum(loads.max(axis=0), 1e-9)

@@ -197,6 +197,11 @@ def _has_images(batch: MicroBatch) -> bool:
     return len(batch.image_sizes) > 0 or bool(batch.processed and not batch.blank_tokens)
 
 
+def has_media(batch: MicroBatch) -> bool:
+    """Whether it has images, videos or clips."""
+    return _has_images(batch) or _has_clips(batch)
+
+
 def _borders(batch: MicroBatch, config: Any) -> Arguments:
     """Borders of samples for flash attention and for linear attention."""
     text = config_of_text(config)
@@ -305,10 +310,13 @@ def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int)
 
 
 def with_blank_sample(batch: MicroBatch, name: str, count: int, token_id: int) -> MicroBatch:
-    """`batch` followed by a sample of so many of one token, without labels."""
+    """`batch` followed by a sample of so many of one token, without labels and of weight 0."""
     ids = batch.input_ids
     tokens = torch.arange(count, device=ids.device)
     end = batch.cu_seqlens.new_tensor([len(ids) + count])
+    weights = batch.loss_weights
+    if weights is not None:
+        weights = torch.cat([weights, weights.new_zeros(count)])
     return replace(
         batch,
         sample_ids=(*batch.sample_ids, name),
@@ -316,6 +324,7 @@ def with_blank_sample(batch: MicroBatch, name: str, count: int, token_id: int) -
         labels=torch.cat([batch.labels, torch.full_like(tokens, LABEL_IGNORE)]),
         position_ids=torch.cat([batch.position_ids, tokens]),
         cu_seqlens=torch.cat([batch.cu_seqlens, end]),
+        loss_weights=weights,
     )
 
 

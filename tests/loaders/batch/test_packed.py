@@ -91,8 +91,11 @@ def test_a_row_is_what_a_loop_over_samples_makes(name, multiple, counts, fixed):
         samples = result.samples
         assert torch.equal(samples.input_ids, inputs["input_ids"][0])
         if batch.loss_weights is not None:
-            blank = torch.zeros(len(samples.input_ids) - len(batch.input_ids))
-            samples = replace(samples, loss_weights=torch.cat([batch.loss_weights, blank]))
+            weights, blank = samples.loss_weights.split_with_sizes(
+                [len(batch.input_ids), len(samples.input_ids) - len(batch.input_ids)]
+            )
+            assert torch.equal(weights, batch.loss_weights)
+            assert not blank.any()
         row, lengths, slots = oracle(samples, positions, multiple=multiple, total=total)
         assert result.input_ids.tolist() == row["ids"]
         assert result.labels.tolist() == row["labels"]

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import subprocess
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from support.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
+from support.models.family_models import make_family_batch, make_family_model
 from support.models.tiny_models import make_batch, make_config
 
 CHECKS = TESTS / "support" / "frameworks" / "checks" / "bridge_checks.py"
@@ -138,9 +140,23 @@ def test_the_provider_of_the_docs_gives_batches(build, monkeypatch):
     assert json.dumps(train.save_state())
 
 
+def test_weights_of_losses_are_those_of_thd_also_without_images():
+    batch = make_batch("qwen2_vl", [0, 0], seed=1)
+    batch = replace(batch, loss_weights=torch.rand(len(batch.input_ids)))
+    config = make_config("qwen2_vl")
+    rows = BridgeBatches(config, dict, layout="rows")(batch)
+    row = BridgeBatches(config, dict)(batch)["loss_mask"][0]
+    assert row.any()
+    assert torch.equal(rows["loss_mask"][rows["attention_mask"].bool()], row)
+
+
 def test_what_does_not_fit_is_one_line():
     config = make_config("qwen2_vl")
     with pytest.raises(ConfigError, match="layout is 'sbhd'; use 'rows'"):
         BridgeBatches(config, dict, layout="sbhd")
     with pytest.raises(ConfigError, match="which Bridge pads itself; leave out pad_each_to"):
         BridgeBatches(config, dict, layout="rows", pad_each_to=4)
+    for name, other in (("llava_next", "image_sizes"), ("qwen2_5_omni_thinker", "input_features")):
+        config = make_family_model(name).config
+        with pytest.raises(ConfigError, match=f"Bridge with layout='thd' is given no {other}"):
+            BridgeBatches(config, dict)(make_family_batch(name, [1, 0]))

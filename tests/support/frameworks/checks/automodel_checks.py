@@ -23,6 +23,7 @@ from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
 )
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.models.common.packing import configure_packing_for_models
+from nemo_automodel.components.training.step_scheduler import StepScheduler
 from nemo_automodel.components.utils.model_utils import filter_forward_kwargs
 from PIL import Image
 from torch.distributed.device_mesh import init_device_mesh
@@ -312,6 +313,33 @@ def test_an_epoch_that_was_saved_after_its_last_batch_is_not_begun_again(data, n
         loading.set_epoch(epoch)
         resumed.append(list(loading))
     assert resumed == [[], *epochs[1:]]
+
+
+def test_an_epoch_whose_last_batches_are_fewer_than_accumulated_is_saved_as_spent(data):
+    def trained(state=None, *, until=3):
+        loading = ids_of(datasets(data)[0], 0, 1)
+        num_steps = next(number for number in range(2, 9) if len(loading) % number)
+        options = {"global_batch_size": num_steps, "local_batch_size": 1, "dp_size": 1}
+        scheduler = StepScheduler(
+            **options, dataloader=loading, num_epochs=3, preemption_signal=None
+        )
+        if state is not None:
+            loading.load_state_dict(state[0])
+            scheduler.load_state_dict(state[1])
+        taken = []
+        for epoch in scheduler.epochs:
+            scheduler.set_epoch(epoch)
+            for batches in scheduler:
+                taken.append((epoch, batches))
+                state = loading.state_dict(), scheduler.state_dict()
+            if epoch + 1 == until:
+                break
+        return taken, state
+
+    whole, _ = trained()
+    begun, state = trained(until=1)
+    assert state[1]["epoch"] == 0
+    assert begun + trained(state)[0] == whole
 
 
 def test_lengths_are_known_of_builds_and_not_without_one(data):

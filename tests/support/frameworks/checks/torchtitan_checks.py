@@ -38,6 +38,7 @@ from isobatch.shards.manifest import read_manifest
 from support import ROOT
 from support.builds.packed import build
 from support.clips import make_clip
+from support.models.family_models import make_family_batch, make_family_model
 from support.models.saved_videos import save_video_folder
 
 CAP, SEQ_LEN, NUM_RECORDS = 300, 384, 40
@@ -269,6 +270,18 @@ def test_a_run_that_was_saved_at_its_end_has_no_more_batches(data, number):
     assert not tokens_of(resumed)
 
 
+def test_a_loader_without_further_steps_ends(data):
+    loading = made(configs(data)[0])
+    passes = iter([[]])  # another pass is an error
+
+    class Spent(SimpleNamespace):
+        def __iter__(self):
+            return iter(next(passes))
+
+    loading.loader = Spent(epoch=2, is_at_end=False)
+    assert not tokens_of(loading)
+
+
 def test_the_trainers_own_generator_ends_with_its_error(data):
     config = configs(data)[0]
     config.epochs = 1
@@ -290,6 +303,7 @@ def test_what_does_not_fit_is_refused(data):
         ({"model": ""}, "give model"),
         ({"options": {"micro_batches_per_step": 3}}, "use a multiple of local_batch_size, 2"),
         ({"options": {"loss_weights": "sample"}}, "loss_weights is 'sample'"),
+        ({"options": {"epochs": 2}}, "give epochs of BalancedDataLoader.Config"),
     ):
         other = copy.copy(config)
         for name, value in changes.items():
@@ -301,6 +315,10 @@ def test_what_does_not_fit_is_refused(data):
         special_tokens(data.config, names)
     names.image_id = data.config.image_token_id
     assert special_tokens(data.config, names) == {"image_id": names.image_id, "pad_id": 0}
+    name = "qwen2_5_omni_thinker"
+    batch, omni = make_family_batch(name, [1]), make_family_model(name).config
+    with pytest.raises(ConfigError, match="TorchTitan is given no input_features"):
+        titan_batch([batch], omni, seq_len=SEQ_LEN, special={})
     config.options = {"micro_batches_per_step": 2}
     loading = made(config)
     iterator = iter(loading)

@@ -61,8 +61,8 @@ def waits(batch):
 
 
 def test_ranks_wait_less_for_vision_than_by_verls_own_balance():
-    theirs, ours, metrics = rollouts(), rollouts(), {}
-    RayPPOTrainer._balance_batch(trainer(), theirs, {})
+    theirs, ours, their_metrics, metrics = rollouts(), rollouts(), {}, {}
+    RayPPOTrainer._balance_batch(trainer(), theirs, their_metrics)
     trainer()._balance_batch(ours, metrics)
     assert sorted(ours.batch["number"].tolist()) == list(range(PROMPTS * EACH))
     assert {len(part) for part in ours.chunk(RANKS)} == {PROMPTS * EACH // RANKS}
@@ -71,6 +71,16 @@ def test_ranks_wait_less_for_vision_than_by_verls_own_balance():
     assert found.max() < 0.05
     expected = [metrics[f"global_seqlen/wait_{name}"] for name in ("vision", "llm", "attention")]
     np.testing.assert_allclose(found, expected)
+    assert their_metrics.keys() < metrics.keys()
+    for name in ("min", "max", "mean"):  # of the batch as it was
+        assert metrics[f"global_seqlen/{name}"] == their_metrics[f"global_seqlen/{name}"]
+    parts = [part.batch["attention_mask"].sum() for part in ours.chunk(RANKS)]
+    assert metrics["global_seqlen/balanced_max"] == max(parts)
+    costs = hook.rollout_costs(ours.chunk(RANKS)[0], "qwen2_5_vl")[0].sum(axis=1)
+    top = int(costs.argmax())
+    assert 0 < top < len(costs) - 1
+    assert (np.diff(costs[: top + 1]) >= 0).all()
+    assert (np.diff(costs[top:]) <= 0).all()
     # what is no tensor has moved along
     for row, number in enumerate(ours.batch["number"].tolist()):
         assert ours.non_tensor_batch["uid"][row] == f"p{number // EACH}"
@@ -88,6 +98,14 @@ def test_mini_batches_and_prompts_stay_where_verl_keeps_them():
     made._balance_batch(batch, {})
     parts = [set(part.non_tensor_batch["uid"]) for part in batch.chunk(RANKS)]
     assert sum(map(len, parts)) == PROMPTS
+    # without the prompts' names, and with mini-batches that do not fit
+    batch = rollouts()
+    del batch.non_tensor_batch["uid"]
+    made._balance_batch(batch, {})
+    assert sorted(batch.batch["number"].tolist()) == list(range(PROMPTS * EACH))
+    made.config.actor_rollout_ref.actor["ppo_mini_batch_size"] = 24
+    with pytest.raises(ConfigError, match="64 rollouts are no multiple of ppo_mini_batch_size, 24"):
+        made._balance_batch(batch, {}, keep_minibatch=True)
 
 
 def test_other_versions_and_pixels_without_grids_are_told(monkeypatch):

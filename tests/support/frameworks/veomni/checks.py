@@ -138,7 +138,9 @@ def test_what_does_not_fit_is_one_line(data):
         veomni_loader(dyn_bsz=True)
     with pytest.raises(ConfigError, match=r"data\.datasets_type of VeOmni must be 'isobatch' too"):
         build_dataloader("isobatch", dataset=[], collate_fn=MainCollator(), **SETTINGS)
-    with pytest.raises(ConfigError, match="loss_weights is 'square', but VeOmni takes the mean"):
+    with pytest.raises(
+        ConfigError, match="loss_weights is 'square'; VeOmni's losses have no weights"
+    ):
         VeOmniLoader(loader_of(data, loss_weights="square"), MainCollator())
     with pytest.raises(ConfigError, match="has shuffle=False; VeOmni trains on it"):
         VeOmniLoader(loader_of(data, shuffle=False), MainCollator())
@@ -146,6 +148,9 @@ def test_what_does_not_fit_is_one_line(data):
     unlabelled = replace(batch, labels=torch.full_like(batch.labels, -100))
     with pytest.raises(DataError, match="a micro-batch has no labels"):
         sample_features(unlabelled, data.config)
+    batch = next(batch for step in loader_of(data) for batch in step if len(batch.image_sizes))
+    with pytest.raises(ConfigError, match="has images or clips; give register the model"):
+        sample_features(batch)
     with pytest.raises(ConfigError, match="model type 'llava': VeOmni is given samples of qwen2"):
         register(partial(StreamingLoader, "packed"), transformers.LlavaConfig())
 
