@@ -5,29 +5,12 @@ It is installed from PyPI into an environment of its own, kept in pytest's cache
     pytest -m other_trainers tests/loaders/trainers/test_veomni.py
 """
 
-import subprocess
-
 import pytest
 
-from support import ROOT, TESTS, child_env
-from support.frameworks.environments import python_of
+from support.frameworks.environments import run_checks
 
 pytestmark = [pytest.mark.other_trainers, pytest.mark.timeout(1200)]
-CHECKS = TESTS / "support" / "frameworks" / "veomni" / "checks.py"
-RUN_S = 900
 
 
 def test_veomni_trains_on_our_loaders_and_its_batches_are_equal(pytestconfig, tmp_path):
-    python = python_of("veomni", pytestconfig.cache.mkdir("frameworks"))
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, f"--basetemp={tmp_path / 'checks'}", CHECKS],
-        cwd=ROOT,
-        env=child_env(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=RUN_S,
-    )
-    assert not done.returncode, done.stdout[-6000:]
-    assert " passed" in done.stdout
+    run_checks("veomni", "veomni/checks.py", pytestconfig, tmp_path)

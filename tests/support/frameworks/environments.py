@@ -6,16 +6,20 @@ dependencies, so that it brings no other torch, and since the lists are complete
 """
 
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 
+from support import ROOT, child_env
+
 LISTS = Path(__file__).parent / "packages"
-INSTALL_S = 900
+INSTALL_S = CHECKS_S = 900
 
 
 def python_of(name: str, envs: Path) -> Path:
@@ -41,6 +45,25 @@ def python_of(name: str, envs: Path) -> Path:
                 library.unlink()
         stamp.write_text(wanted)
     return python
+
+
+def run_checks(name: str, checks: str, pytestconfig: pytest.Config, folder: Path) -> None:
+    """The tests of a file beside this one pass with a framework, by its own pytest."""
+    python = python_of(name, pytestconfig.cache.mkdir("frameworks"))
+    # with the S3 server, which is among the programs of this environment
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, f"--basetemp={folder / 'checks'}", Path(__file__).parent / checks],
+        cwd=ROOT,
+        env=child_env(OMP_NUM_THREADS="1", PATH=programs),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=CHECKS_S,
+    )
+    assert not done.returncode, done.stdout[-6000:]
+    assert " passed" in done.stdout
 
 
 def shared_packages() -> str:
