@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
@@ -231,15 +230,13 @@ class Builder:
         return Decisions.from_json(text)
 
     def _jobs(self, cut: Cut, decisions: Decisions) -> list[PartitionJob]:
-        # a folder that other machines do not use, but the next run of this one finds again
-        work = self.out.absolute() / "staging" / "work" / gethostname()
         is_cut = len(cut.partitions) > 1
         return [
             PartitionJob(
                 config=self.config,
                 dataset=dataset,
                 number=number if is_cut else None,
-                work=str(work / f"{number:05d}"),
+                work=str(self.out.absolute() / "staging" / "work"),
                 out=self._place,
                 decisions=decisions,
                 is_checked_later=True,
@@ -289,7 +286,8 @@ class Builder:
     def _claim(self, dataset: Dataset) -> None:
         self.identity.claim(self.staging.folder, dataset)
         if self.publisher:
-            self.publisher.claim()
+            with_others = self.identity.hash(dataset) if self.config.share else None
+            self.publisher.claim(with_others)
 
     def _finished(self, dataset: Dataset) -> BuildSummary:
         """The summary of an earlier run's build; DataError if that is another build."""
@@ -298,6 +296,7 @@ class Builder:
             rejected = read_table(folder / REJECTED_NAME)
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
+            Results(self._place).remove()
             self.publisher.forget()
         else:  # the run that wrote the manifest may have been killed before it did
             self.staging.remove()

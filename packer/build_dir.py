@@ -75,6 +75,10 @@ class BuildIdentity:
             **({"partition_samples": self.config.partition_samples} if self.is_cut else {}),
         }
 
+    def hash(self, dataset: Dataset) -> str:
+        """SHA-256 of what decides the bytes, the raw files left out."""
+        return hash_json([self.settings(dataset), self.model, self.tokenizer.hash])
+
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; DataError if it is of other data or settings.
 
@@ -142,7 +146,7 @@ class BuildIdentity:
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
             "config": settings,
-            "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
+            "config_hash": self.hash(dataset),
             "raw_files": _describe_raw(dataset),
             "model": self.model,
             "tokenizer": {key: getattr(self.tokenizer, key) for key in keys},

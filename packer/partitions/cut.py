@@ -17,8 +17,8 @@ from isobatch.packer.sources.dataset import Dataset
 
 PIECES = 16
 """Pieces that a partition gets of each part of the dataset, about."""
-MIN_BYTES = 64 << 10
-"""Size of a piece at least: opening a file costs more than reading so much."""
+MIN_BYTES = 4 << 10
+"""Size of a piece at least: a smaller one costs more to open than to read."""
 SMALLEST_RECORD = 32
 """Bytes of a record at least, about: what is smaller than one partition of those is not cut."""
 

@@ -104,7 +104,7 @@ class PartitionJob:
     number: int | None
     """None: the only one."""
     work: str
-    """Folder for what is unfinished, and for the tables."""
+    """Folder for what is unfinished, and for the tables; of several partitions, one for theirs."""
     out: str
     """Folder or URI that the shards go to."""
     decisions: Decisions = field(default_factory=Decisions)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from socket import gethostname
 from typing import Any, TypeVar
 
 from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
@@ -61,12 +62,11 @@ def pack_partition(job: PartitionJob) -> PackedPartition:
     number = job.number or 0
     if (packed := results.read(number)) is not None:
         return packed
-    work = Path(job.work)
-    with _alone(work):
+    with _alone(job) as partition:
         packed = results.read(number)  # of another process on this machine
         if packed is None:
-            packed = _partition(job).pack()
-            results.publish(number, packed, work)
+            packed = partition.pack()
+            results.publish(number, packed, partition.work)
     return packed
 
 
@@ -76,18 +76,14 @@ def count_partition(job: PartitionJob) -> CountedPartition:
     number = job.number or 0
     if (counted := results.read_counted(number)) is not None:
         return counted
-    with _alone(Path(job.work)):
-        counted = _partition(job).count()
+    with _alone(job) as partition:
+        counted = partition.count()
         results.save_counted(number, counted)
     return counted
 
 
 def _with_workers(job: Any, workers: int) -> Any:
     return replace(job, config=replace(job.config, workers=workers))
-
-
-def _partition(job: PartitionJob) -> Partition:
-    return Partition(job, *load_tools(job.config), StageProgress())
 
 
 def load_tools(config: BuildConfig) -> tuple[ModelPreset, ChatTokenizer]:
@@ -105,14 +101,15 @@ def _load(
 
 
 @contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    """Wait until no other process of this machine works in this folder, which is made if needed."""
+def _alone(job: PartitionJob) -> Iterator[Partition]:
+    """The partition in a work folder of this machine, when no other process works there."""
+    work = Path(job.work, gethostname(), f"{job.number or 0:05d}")
     work.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        (work / "shards").mkdir(parents=True, exist_ok=True)
-        yield
+        model, tokenizer = load_tools(job.config)
+        yield Partition(replace(job, work=str(work)), model, tokenizer, StageProgress())
     finally:
         os.close(descriptor)
 

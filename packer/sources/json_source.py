@@ -138,15 +138,19 @@ def read_json_piece(
     try:
         with folder.open(piece.name) as raw:
             raw.seek(0)
-            is_array = not _lines_in(_Window(raw, lambda: None), path)
-            part: Any = _Range(raw, piece) if is_array else _Lines(raw, piece)
+            beginning = _Window(raw, lambda: None)
+            has_lines = _lines_in(beginning, path)
+            in_brackets = beginning.skip(_SEPARATORS) == "["
+            part: Any = _Lines(raw, piece) if has_lines else _Range(raw, piece)
             window = _Window(part, _progress_in(raw, on_bytes))
-            if is_array:
-                if window.skip(_SEPARATORS) == "[" and piece.start == 0:
-                    window.advance(1)
-                values = _array_records(window, in_brackets=piece.stop is None)
-            else:
-                values = _line_records(window)
+            if in_brackets and piece.start == 0:
+                window.skip(_SEPARATORS)
+                window.advance(1)
+            values = (
+                _line_records(window)
+                if has_lines
+                else _array_records(window, in_brackets=in_brackets and piece.stop is None)
+            )
             where = f"after byte {piece.start:,}, " if piece.start else ""
             for position, (value, broken) in enumerate(values, piece.first):
                 yield RawRecord(position, value, broken and where + broken)

@@ -168,10 +168,10 @@ class TableSource(Source):
             # blocks whose middle is in one of the equal parts of all rows
             part = (rows[:-1] + rows[1:]) * number // max(2 * int(rows[-1]), 1)
             starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist() or [0]
+            bytes_before = [info.size * int(row) // max(int(rows[-1]), 1) for row in rows]
             for start, stop in zip(starts, [*starts[1:], None], strict=True):
-                end = int(rows[-1] if stop is None else rows[stop])
-                share = (end - int(rows[start])) / max(int(rows[-1]), 1) if blocks else 1
-                size = round(info.size * share)
+                end = info.size if stop is None else bytes_before[stop]
+                size = end - bytes_before[start]
                 pieces.append(Piece(info.name, start, stop, int(rows[start]), size))
         return pieces
 
