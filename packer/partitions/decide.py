@@ -1,4 +1,4 @@
-"""What is decided once for all partitions: caps, a mixture's shares, types of kept columns."""
+"""What is decided once for all partitions: caps, shares, types of kept columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -67,7 +67,7 @@ class Results:
     def missing(self, count: int) -> list[int]:
         """Numbers of the partitions that nobody has finished yet."""
         folder = open_folder(self.out, follow_links=True)
-        names = {info.name for info in folder.files(FOLDER)}
+        names = {info.name for info in folder.files(FOLDER)} if folder.has_folder(FOLDER) else ()
         return [number for number in range(count) if self._name(number) not in names]
 
     def publish(self, number: int, packed: PackedPartition, work: Path) -> None:

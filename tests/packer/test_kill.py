@@ -15,7 +15,8 @@ import time
 import pytest
 
 from support import ranks
-from support.builds.packed import digests
+from support.builds.packed import build, digests
+from support.builds.partitions import CUT, make_raw
 from support.builds.raw_data import good_records, options, write_dataset
 
 KILLS = min(10, int(os.environ.get("ISOBATCH_TEST_DRAWS", "4")))
@@ -130,6 +131,24 @@ def kill_builds(dataset, undisturbed, tmp_path, executor, kills):
         if executor == "local":
             wait_for_end(child.pid)
     run(dataset, out, executor)
+    assert digests(out) == digests(whole), f"killed after {moments} s"
+
+
+@pytest.mark.slow
+def test_a_build_of_several_partitions_killed_at_random_moments_ends_as_if_undisturbed(
+    shared, tmp_path
+):
+    raw = shared("partitions raw", make_raw)
+    whole = shared("partitions packed", lambda folder: build(raw, folder / "out", **CUT)) / "out"
+    draw, out, moments = random.Random(), tmp_path / "out", []
+    for _ in range(KILLS):
+        child = begin(raw, out, "local", **CUT)
+        moments.append(draw.uniform(1, 12))
+        time.sleep(moments[-1])
+        child.kill()
+        child.join()
+        wait_for_end(child.pid)
+    run(raw, out, "local", **CUT)
     assert digests(out) == digests(whole), f"killed after {moments} s"
 
 

@@ -1,7 +1,7 @@
 """Builds of several partitions: the same bytes whoever packs them, and nothing is lost."""
 
+import contextlib
 import json
-import random
 from collections import Counter
 
 import pyarrow.parquet as pq
@@ -14,27 +14,8 @@ from isobatch.packer.config import BuildConfig
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import is_complete, read_manifest
 from support.builds.packed import build, digests, quiet, read_index, read_samples
-from support.builds.raw_data import good_records, options, record, write_dataset
-
-SAMPLES = 2600
-
-
-def make_raw(folder):
-    """Few records with images and many with text alone, some of which cannot be used."""
-    draw = random.Random(3)
-    rows = good_records(folder, 40)
-    rows += [
-        record(number, text="word " * draw.randrange(20), answer="word " * draw.randrange(1, 20))
-        for number in range(40, SAMPLES)
-    ]
-    rows[100]["conversations"] = []
-    rows[2000]["image"] = "images/none.png"
-    for place, row in enumerate(rows):
-        row["score"] = place / 2 if place % 2 else place
-    return write_dataset(folder, rows, lines=True)
-
-
-CUT = {"partition_samples": 1000, "max_seq_len": 2048, "shard_mb": 1, "chunk_records": 256}
+from support.builds.partitions import CUT, SAMPLES, UNUSABLE, make_raw
+from support.builds.raw_data import options, record, write_dataset
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +36,7 @@ def test_every_sample_is_in_it_once_or_rejected_and_all_is_numbered_through(raw,
     assert (totals["num_packed"], totals["num_rejected"]) == (SAMPLES - 2, 2)
     require_intact(verify_build(packed, quiet(), workers=1))
     ids = [row["sample_id"] for row in read_samples(packed)]
-    assert sorted(ids) == sorted({f"s{n}" for n in range(SAMPLES)} - {"s100", "s2000"})
+    assert sorted(ids) == sorted({f"s{n}" for n in range(SAMPLES)} - UNUSABLE)
     counts, groups, rejected = (
         pq.read_table(packed / f"{name}.parquet").to_pylist()
         for name in ("counts", "groups", "rejected")
@@ -67,9 +48,8 @@ def test_every_sample_is_in_it_once_or_rejected_and_all_is_numbered_through(raw,
     for group, row in zip(groups, index, strict=True):
         assert [counts[place]["sample_id"] for place in group["samples"]] == row["sample_ids"]
     assert manifest.values["config"]["partition_samples"] == 1000
-    loaded = Counter(
-        name for batch in StreamingLoader(packed, rank=0, world_size=1) for name in batch.sample_ids
-    )
+    with contextlib.closing(StreamingLoader(packed)) as loader:
+        loaded = Counter(name for step in loader for batch in step for name in batch.sample_ids)
     assert loaded.keys() == set(ids)
     assert set(loaded.values()) == {1}
 

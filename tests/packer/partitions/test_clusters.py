@@ -1,0 +1,151 @@
+"""Partitions packed by machines that share a bucket: a Ray cluster whose nodes die, and jobs."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from isobatch.common.errors import DataError
+from isobatch.packer.verify import require_intact, verify_build
+from isobatch.shards.folders import open_folder, open_object_folder
+from support.builds.packed import build, digests, quiet
+from support.builds.partitions import CUT, make_raw
+from support.builds.raw_data import options
+
+pytestmark = pytest.mark.server
+
+CLUSTER = """
+import json, random, sys, threading
+from ray.cluster_utils import Cluster
+
+def main():
+    import ray
+    from isobatch.packer.build import Builder
+    from isobatch.packer.config import BuildConfig
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    ray.init(address=cluster.address, log_to_driver=False)
+    cluster.wait_for_nodes()
+    ended, draw, killed = threading.Event(), random.Random(), []
+
+    def kill():
+        for _ in range(5):
+            if ended.wait(draw.uniform(0.5, 4)):
+                return
+            victim = nodes.pop(draw.randrange(len(nodes)))
+            killed.append(victim)
+            cluster.remove_node(victim, allow_graceful=False)
+            nodes.append(cluster.add_node(num_cpus=1))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    totals = Builder(BuildConfig(**json.loads(sys.argv[1]))).build().totals
+    ended.set()
+    killer.join()
+    print("packed", totals["num_packed"], "killed", len(killed), flush=True)
+    ray.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def raw(shared):
+    return shared("partitions raw", make_raw)
+
+
+@pytest.fixture(scope="module")
+def packed(raw, shared):
+    return shared("partitions packed", lambda folder: build(raw, folder / "out", **CUT)) / "out"
+
+
+@pytest.fixture
+def place(s3, monkeypatch, tmp_path):
+    """A URI of the test's own."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for function in (open_folder, open_object_folder):
+        function.cache_clear()
+    yield f"s3://{s3.bucket}/{tmp_path.name}"
+    for function in (open_folder, open_object_folder):
+        function.cache_clear()
+
+
+def upload(folder: Path, uri: str) -> str:
+    bucket = open_object_folder(uri)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            bucket.put(str(path.relative_to(folder)), path)
+    return uri
+
+
+def found_at(uri: str, folder: Path) -> dict[str, str]:
+    """Digests of all that is at a URI, but the report."""
+    root = open_folder(uri)
+    names = [info.name for info in root.files()]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: (folder / name).write_bytes(root.read(name)), names))
+    return {name: digest for name, digest in digests(folder).items() if name != "report.html"}
+
+
+def test_jobs_with_work_folders_of_their_own_complete_a_build_in_a_bucket(
+    raw, packed, place, tmp_path
+):
+    source = upload(raw, f"{place}/raw")
+    out = f"{place}/out"
+    for share in (2, 1, 2, 3):
+        work = str(tmp_path / f"machine-{share}")
+        summary = build(source, out, partitions=f"{share}/3", work_dir=work, **CUT)
+        assert (summary is not None) == (share == 3)
+        with pytest.raises(DataError, match=r"unfinished build|finished build of other data"):
+            build(source, out, partitions="1/3", work_dir=work, seed=3, **CUT)
+    found, expected = found_at(out, tmp_path / "down"), digests(packed)
+    assert {*found} == {*expected}
+    # the manifest names the dataset by its place
+    different = {name for name in found if found[name] != expected[name]}
+    assert different <= {"manifest.json"} | {f"{name}.parquet" for name in ("counts", "rejected")}
+    require_intact(verify_build(out, quiet(), workers=2))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install isobatch[ray]",
+)
+def test_nodes_of_a_ray_cluster_that_die_change_no_byte(raw, place, tmp_path):
+    source = upload(raw, f"{place}/raw")
+    out = f"{place}/out"
+    expected = tmp_path / "expected"
+    build(source, expected, **CUT)
+    values = options(source, out, executor="ray", work_dir=str(tmp_path / "work"), **CUT)
+    program = tmp_path / "cluster.py"
+    program.write_text(CLUSTER)
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    with contextlib.suppress(KeyError):
+        del environment["RAY_ADDRESS"]
+    ran = subprocess.run(
+        [sys.executable, program, json.dumps(values)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert "packed 2598 killed" in ran.stdout
+    assert found_at(out, tmp_path / "down") == digests(expected)
