@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 
+CREDENTIALS_FILE = "ISOBATCH_CREDENTIALS_FILE"
+"""Variable that names a file of variables, read again when the store refuses the credentials."""
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -18,13 +20,21 @@ CREDENTIALS = {
 _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
 """Scheme of a URI -> variable that names another server than the provider's own."""
 _WRONG_REGION = "the bucket is in another region: set AWS_REGION"
-_NO_SUCH_BUCKET = "no such bucket: create it, or correct the name"
-_BUCKET_CODES = ("<Code>NoSuchBucket", "<Code>ContainerNotFound", "specified bucket does not exist")
+_NO_SUCH_BUCKET = "no such {}: create it, or correct the name"
+_BUCKET_CODES = (
+    *("<Code>NoSuchBucket", "<Code>ContainerNotFound"),
+    *("specified bucket does not exist", "specified container does not exist"),
+)
 _CREDENTIAL_CODES = (
-    *("AuthenticationFailed", "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId"),
-    *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
+    *("AuthenticationFailed", "AuthorizationHeaderMalformed", "InvalidAccessKeyId"),
+    *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch"),
 )
 """Codes of S3 and Azure; some stores send them with status 400."""
+_EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
+_EXPIRED_TEXT = "Signature not valid in the specified time frame"
+"""What Azure says of a SAS token."""
+_UNKNOWN_TEXT = "Server failed to authenticate the request"
+"""What Azure says of a wrong key; its servers differ in the code."""
 _CAUSES = (r'message: \\?"([^"\\]+)', r'(failed to lookup address[^"\\]*)', "(TimedOut)")
 _METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
 _BUSY = frozenset({408, 425, 429})
@@ -77,7 +87,13 @@ def _identity_problem(message: str, variables: str) -> str | None:
     if any(host in message.partition("\n")[0] for host in _METADATA_SERVICE):
         # a cloud's own machines are asked for credentials when there are none in the environment
         return f"no credentials: set {variables}"
-    if status_of(message) == 401 or _code_of(message) in _CREDENTIAL_CODES:
+    if _code_of(message) in _EXPIRED_CODES or _EXPIRED_TEXT in message:
+        return (
+            f"the credentials have expired ({_reason(message)}): set new {variables}, or let "
+            f"{CREDENTIALS_FILE} name a file that is renewed"
+        )
+    is_unknown = _code_of(message) in _CREDENTIAL_CODES or _UNKNOWN_TEXT in message
+    if is_unknown or status_of(message) == 401:
         return f"the store refuses the credentials ({_reason(message)}): check {variables}"
     return None
 
@@ -90,6 +106,8 @@ class Refusal:
     """What is wrong and what to do, without the name of the object or place."""
     is_of_place: bool = False
     """Whether the whole place cannot be used: bucket, credentials, or no way to reach it."""
+    is_of_credentials: bool = False
+    """Whether the store does not know who asks: the credentials are wrong, or have expired."""
     is_passing: bool = False
     """Whether the same request may succeed later."""
     is_missing: bool = False
@@ -106,13 +124,14 @@ def explain(uri: str, error: Exception) -> Refusal:
     status = status_of(message)
     variables = CREDENTIALS.get(_scheme(uri), "the URL")
     if any(code in message for code in _BUCKET_CODES):
-        return Refusal(_NO_SUCH_BUCKET, is_of_place=True)
+        name = "container" if _scheme(uri) == "az" else "bucket"
+        return Refusal(_NO_SUCH_BUCKET.format(name), is_of_place=True)
     if isinstance(error, FileNotFoundError) or status in {404, 410}:
         return Refusal("is missing", is_missing=True)
     if status == PAST_END:
         return Refusal("ends before the range that was asked for", is_past_end=True)
     if problem := _identity_problem(message, variables):
-        return Refusal(problem, is_of_place=True)
+        return Refusal(problem, is_of_place=True, is_of_credentials=True)
     if status == 403:
         advice = f"check {variables} and their right to read"
         return Refusal(f"access denied ({_reason(message)}): {advice}")
@@ -148,7 +167,18 @@ def wrong_options(uri: str, error: Exception) -> ConfigError:
 
 def is_denied(error: Exception) -> bool:
     """Whether the store knows who asks, and does not allow it."""
-    return status_of(str(error)) == 403 and _identity_problem(str(error), "") is None
+    return status_of(str(error)) == 403 and not is_unknown(error)
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether the store does not know who asks: the credentials are wrong, or have expired."""
+    return _identity_problem(str(error), "") is not None
+
+
+def is_unexplained(error: Exception) -> bool:
+    """Whether the store refuses without a reason, as it does where it may send no body (HEAD)."""
+    message = str(error)
+    return status_of(message) in {400, 403} and not _code_of(message)
 
 
 def place_problem(uri: str, error: Exception) -> DataError | None:

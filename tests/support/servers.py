@@ -20,10 +20,13 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
@@ -36,26 +39,53 @@ SERVICES = ("master", "volume", "filer", "s3", "admin")
 
 
 @dataclass(frozen=True)
-class S3Server:
-    """A running server."""
+class StoreServer(ABC):
+    """A running server of an object store."""
 
     endpoint: str
     bucket: str
     """A bucket that exists; give each test a prefix of its own."""
-    access_key: str
-    secret_key: str
-    reader_key: str = "reader-access-key"
-    """Access key of a user who may read and list, with the same secret."""
+    scheme: ClassVar[str]
+
+    @property
+    def uri(self) -> str:
+        """The bucket's."""
+        return f"{self.scheme}://{self.bucket}"
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that lead a client here."""
+        return self.variables(self.endpoint)
+
+    @abstractmethod
+    def variables(self, endpoint: str) -> dict[str, str]:
+        """Variables that lead a client here by way of a proxy."""
+
+    @abstractmethod
+    def with_wrong_key(self) -> dict[str, str]:
+        """Variables with credentials that the server does not take."""
+
+
+@dataclass(frozen=True)
+class S3Server(StoreServer):
+    """A running server of an S3 bucket."""
+
+    access_key: str
+    secret_key: str
+    reader_key: str = "reader-access-key"
+    """Access key of a user who may read and list, with the same secret."""
+    scheme: ClassVar[str] = "s3"
+
+    def variables(self, endpoint: str) -> dict[str, str]:
         return {
-            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ENDPOINT_URL": endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
             "AWS_REGION": "us-east-1",
         }
+
+    def with_wrong_key(self) -> dict[str, str]:
+        return self.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
 
 
 def find_weed() -> str | None:
@@ -250,8 +280,9 @@ class _FaultyHandler(http.server.BaseHTTPRequestHandler):
     proxy: FaultyProxy
 
     def do_GET(self) -> None:
-        self.proxy.requests.append((self.path, self.headers.get("Range", "")))
-        fault = self.proxy.fault(self.path)
+        path = unquote(self.path)  # a client of Google's writes `%2D` for `-`
+        self.proxy.requests.append((path, self.headers.get("Range", "")))
+        fault = self.proxy.fault(path)
         if fault.isdigit():
             self._answer(int(fault), {}, f"<Error><Code>Made{fault}</Code></Error>".encode())
             return
