@@ -16,8 +16,8 @@ pytest.register_assert_rewrite("support")
 
 from isobatch.packer.demo.dataset import write_demo  # noqa: E402
 from support import compile_once  # noqa: E402
-from support.cloud_servers import AZURITE, azure_server, find_node, gcs_server  # noqa: E402
 from support.servers import find_weed, s3_server  # noqa: E402
+from support.stores.emulators import AZURITE, azure_server, find_node, gcs_server  # noqa: E402
 
 compile_once.install()
 # runs what it imports, once for all ranks
@@ -117,14 +117,14 @@ def s3(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gcs(tmp_path_factory):
-    """A running server of a Google bucket (`cloud_servers.GcsServer`)."""
+    """A running server of a Google bucket (`emulators.GcsServer`)."""
     with gcs_server(tmp_path_factory.mktemp("gcs")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory):
-    """A running server of an Azure container (`cloud_servers.AzureServer`)."""
+    """A running server of an Azure container (`emulators.AzureServer`)."""
     if find_node() is None or not AZURITE.exists():
         pytest.fail("no Azure server: run scripts/get_azurite.py")
     with azure_server(tmp_path_factory.mktemp("azure")) as server:

@@ -36,7 +36,15 @@ _EXPIRED_TEXT = "Signature not valid in the specified time frame"
 _UNKNOWN_TEXT = "Server failed to authenticate the request"
 """What Azure says of a wrong key; its servers differ in the code."""
 _CAUSES = (r'message: \\?"([^"\\]+)', r'(failed to lookup address[^"\\]*)', "(TimedOut)")
-_METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
+_METADATA_SERVICE = (
+    "/latest/api/token",
+    "/latest/meta-data/",
+    "/computeMetadata/",
+    "/metadata/identity/",
+)
+"""Paths at which machines of AWS, Google and Azure have credentials."""
+_TOKEN_REQUEST = "Error performing token request"
+_NAME_CODES = ("InvalidBucketName", "InvalidResourceName")
 _BUSY = frozenset({408, 425, 429})
 PAST_END = 416
 """Status for a range after the end of an object, and for any range of an empty one."""
@@ -82,11 +90,19 @@ def _scheme(uri: str) -> str:
     return uri.partition("://")[0]
 
 
+def _bucket_word(uri: str) -> str:
+    return "container" if _scheme(uri) == "az" else "bucket"
+
+
 def _identity_problem(message: str, variables: str) -> str | None:
     """What is wrong with the credentials in `variables`, if the store does not know who asks."""
-    if any(host in message.partition("\n")[0] for host in _METADATA_SERVICE):
+    first = message.partition("\n")[0]
+    if any(path in first for path in _METADATA_SERVICE):
         # a cloud's own machines are asked for credentials when there are none in the environment
         return f"no credentials: set {variables}"
+    if _TOKEN_REQUEST in first:
+        problem = _reason(message) if status_of(message) else _cause_of(message)
+        return f"no token for the credentials ({problem}): check {variables}"
     if _code_of(message) in _EXPIRED_CODES or _EXPIRED_TEXT in message:
         return (
             f"the credentials have expired ({_reason(message)}): set new {variables}, or let "
@@ -124,14 +140,14 @@ def explain(uri: str, error: Exception) -> Refusal:
     status = status_of(message)
     variables = CREDENTIALS.get(_scheme(uri), "the URL")
     if any(code in message for code in _BUCKET_CODES):
-        name = "container" if _scheme(uri) == "az" else "bucket"
-        return Refusal(_NO_SUCH_BUCKET.format(name), is_of_place=True)
+        return Refusal(_NO_SUCH_BUCKET.format(_bucket_word(uri)), is_of_place=True)
     if isinstance(error, FileNotFoundError) or status in {404, 410}:
         return Refusal("is missing", is_missing=True)
     if status == PAST_END:
         return Refusal("ends before the range that was asked for", is_past_end=True)
     if problem := _identity_problem(message, variables):
-        return Refusal(problem, is_of_place=True, is_of_credentials=True)
+        passing = _TOKEN_REQUEST in message and not 400 <= status < 500
+        return Refusal(problem, is_of_place=True, is_of_credentials=True, is_passing=passing)
     if status == 403:
         advice = f"check {variables} and their right to read"
         return Refusal(f"access denied ({_reason(message)}): {advice}")
@@ -146,6 +162,9 @@ def _explain_server(uri: str, status: int, message: str) -> Refusal:
     if status >= 500 or status in _BUSY:
         advice = "check its health, or try again when it has recovered"
         text = f"the store fails ({_answer(message)}): {advice}"
+    elif _code_of(message) in _NAME_CODES:
+        text = f"no {_bucket_word(uri)} can have such a name ({_code_of(message)})"
+        return Refusal(text, is_of_place=True)
     elif status:
         return Refusal(f"the store answers {_answer(message)}")
     else:
@@ -208,7 +227,11 @@ def object_problem(name: str, error: Exception) -> OSError:
 
 def list_problem(uri: str, error: Exception) -> DataError:
     """Why a place could not be listed."""
-    return place_problem(uri, error) or DataError(f"{uri}: cannot be listed: {first_line(error)}")
+    refusal = explain(uri, error)
+    if refusal.is_of_place:
+        return DataError(f"{uri}: {refusal.text}")
+    text = f"the store answers {_answer(str(error))}" if refusal.is_missing else refusal.text
+    return DataError(f"{uri}: cannot be listed: {text}")
 
 
 def write_problem(uri: str, error: Exception) -> DataError:

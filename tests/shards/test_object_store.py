@@ -1,5 +1,5 @@
-"""Raw data and builds in servers of S3, Google and Azure: the same bytes as on disk, nothing lost by
-a kill, one line per mistake.
+"""Raw data and builds in servers of S3, Google and Azure: the bytes of those on disk, nothing lost
+by a kill, one line per mistake.
 """
 
 import contextlib

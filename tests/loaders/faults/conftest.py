@@ -59,6 +59,13 @@ def _nothing_is_left(store):
 
 
 @pytest.fixture
+def little_ahead(monkeypatch):
+    """Or these small builds would have arrived before a fault begins, however late it is."""
+    monkeypatch.setattr("isobatch.loaders.step_builder.AHEAD_BYTES", 1)
+    monkeypatch.setattr("isobatch.loaders.prefetch.STEPS_PER_WORKER", 2)
+
+
+@pytest.fixture
 def proxy(store, monkeypatch):
     with contextlib.closing(FaultyProxy(store.endpoint)) as proxy:
         use(monkeypatch, store, proxy.endpoint)

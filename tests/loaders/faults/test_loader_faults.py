@@ -28,14 +28,7 @@ from support.loading.fault_runs import (
     of_shards,
 )
 
-pytestmark = pytest.mark.server
-
-
-@pytest.fixture(autouse=True)
-def _little_ahead(monkeypatch):
-    """Or these small builds would have arrived before a fault begins, however late it is."""
-    monkeypatch.setattr("isobatch.loaders.step_builder.AHEAD_BYTES", 1)
-    monkeypatch.setattr("isobatch.loaders.prefetch.STEPS_PER_WORKER", 2)
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("little_ahead")]
 
 
 PASSING = {  # what happens, and the loader's time limit
