@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -160,7 +160,7 @@ class ObjectFolder:
         for name in names:
             with self._writing(name) as key:
                 try:
-                    self._ask(lambda store, key=key: store.delete(key))
+                    self._ask(methodcaller("delete", key))
                 except FileNotFoundError as error:
                     if store_errors.place_problem(self.uri, error):
                         raise

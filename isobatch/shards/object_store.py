@@ -81,7 +81,7 @@ def open_store(
         },
     }
     try:
-        options: dict[str, Any] = {name.lower(): value for name, value in from_file.items()}
+        options: Any = {name.lower(): value for name, value in from_file.items()}
         return from_url(bucket, config=options, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise wrong_options(uri, error) from None

@@ -172,33 +172,44 @@ def gcs_server(folder: Path) -> Iterator[GcsServer]:
 def _running(
     command: list[str], folder: Path, environment: dict[str, str]
 ) -> Iterator[Callable[[], str]]:
-    """A process, killed at the end; gives a function for what it printed, if it has ended."""
+    """A process, killed at the end; gives a function for how it ended and what it printed, if it
+    has ended before.
+    """
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env=environment,
+            start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call
         )
+
+    def ended() -> str:
+        code = process.poll()
+        return "" if code is None else f"exit status {code}: {log.read_text('utf-8')[-2000:]}"
+
     try:
-        yield lambda: log.read_text(errors="replace")[-2000:] if process.poll() is not None else ""
+        yield ended
+        if how := ended():
+            raise RuntimeError(f"the server ended before the tests: {how}")
     finally:
         process.kill()
         process.wait(timeout=30)
 
 
 def _wait(call: Callable[[], object], ended: Callable[[], str]) -> None:
-    """Return when the server takes a call that needs it."""
+    """Return when the server takes a call."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         try:
             call()
         except OSError:
-            if printed := ended():
-                raise RuntimeError(f"the server did not start: {printed}") from None
+            if how := ended():
+                raise RuntimeError(f"the server did not start: {how}") from None
             time.sleep(0.05)
         else:
             return
