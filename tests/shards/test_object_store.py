@@ -30,6 +30,7 @@ from support.builds.packed import build, digests, quiet
 from support.builds.raw_data import good_records, options, record, write_dataset
 from support.builds.remote_builds import IN_EVERY_STORE, use
 from support.servers import StallingProxy
+from support.stores.mistakes import MISTAKES
 
 pytestmark = pytest.mark.server
 
@@ -400,41 +401,6 @@ def test_the_commands_take_uris(place, dataset, capsys, monkeypatch):
     status, _, err = run_packer(capsys, monkeypatch, "report", place)
     assert (status, err.count("\n")) == (1, 1)
     assert f"no counts.parquet in {place}:" in err
-
-
-REFUSED = "refuses the credentials ({}): check {} and "
-MISTAKES = {  # variables, bucket, what is said for each store
-    "wrong credentials": (
-        lambda store: store.with_wrong_key(),
-        "packed",
-        {
-            "s3": REFUSED.format("SignatureDoesNotMatch", "AWS_ACCESS_KEY_ID"),
-            "gs": "refuses the credentials (AuthenticationRequired): check GOOGLE_APPLICATION_CRED",
-            "az": REFUSED.format("AuthorizationFailure", "AZURE_STORAGE_ACCOUNT_NAME"),
-        },
-    ),
-    "missing bucket": (
-        lambda store: store.environment,
-        "no-such-bucket",
-        {
-            "s3": "no such bucket: create it, or correct the name",
-            "gs": "no such bucket: create it, or correct the name",
-            "az": "no such container: create it, or correct the name",
-        },
-    ),
-    "unreachable": (
-        lambda store: store.variables("http://127.0.0.1:9"),
-        "packed",
-        {
-            scheme: f"cannot be reached (Connection refused): check the network and {variable}"
-            for scheme, variable in {
-                "s3": "AWS_ENDPOINT_URL",
-                "gs": "GOOGLE_BASE_URL",
-                "az": "AZURE_STORAGE_ENDPOINT",
-            }.items()
-        },
-    ),
-}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
