@@ -4,47 +4,43 @@ Each stage leaves its artefact, so a stopped build resumes where it was: finishe
 and whole shards are not repeated. The bytes are those of an undisturbed build.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from isobatch.common.consoles import foreign
-from isobatch.common.errors import ConfigError
-from isobatch.common.types import Groups, IntArray, Limits
-from isobatch.counting.pack_block import PackOptions
-from isobatch.counting.records.fields import NeverRead, add_columns, add_described
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.types import Limits
 from isobatch.counting.records.user_map import ALL_COLUMNS, load_map
-from isobatch.counting.sample_counter import CountSettings
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
-from isobatch.models.flops import FlopsModel
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.hf_processor import open_processor
 from isobatch.models.image_rules import ProcessorRule
-from isobatch.packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
+from isobatch.packer.build_dir import DEMO_FOLDER, TABLE_NAMES, BuildIdentity, clear, locked
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
-from isobatch.packer.count.count_dataset import count_dataset
 from isobatch.packer.count.counted_samples import CountedSamples
-from isobatch.packer.count.mixture_sampling import (
-    copies_per_sample,
-    copy_rows,
-    left_out,
-    part_numbers,
+from isobatch.packer.count.staging import Staging
+from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
+from isobatch.packer.partitions.cut import Cut, cut_dataset, cut_from_json, cut_to_json
+from isobatch.packer.partitions.decide import decide_by_counts, decide_limits, needs_counts
+from isobatch.packer.partitions.join import join_partitions
+from isobatch.packer.partitions.partition import (
+    ROWS_NAME,
+    Decisions,
+    PackedPartition,
+    Partition,
+    PartitionJob,
+    columns_of,
+    tokenizer_place,
 )
-from isobatch.packer.count.process_pool import map_ordered
-from isobatch.packer.count.staging import (
-    Staging,
-    has_videos,
-    split_staged,
-    staged_extras,
-    staged_never_read,
-)
-from isobatch.packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
-from isobatch.packer.group import Grouping, group_counts
+from isobatch.packer.partitions.results import Results
+from isobatch.packer.partitions.run import count_partition, pack_partition, run_jobs
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import (
     BuildSummary,
@@ -56,45 +52,14 @@ from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
 from isobatch.packer.write.energon_files import META_NAMES
-from isobatch.packer.write.write_shards import (
-    ShardTask,
-    WriteConfig,
-    index_part,
-    plan_shards,
-    sample_bytes,
-    write_shard,
-)
 from isobatch.shards.folders import is_uri, naming_full_disk, on_disk
-from isobatch.shards.index import merge_index, read_lost
+from isobatch.shards.index import merge_index
 from isobatch.shards.manifest import is_complete, write_manifest
-from isobatch.shards.stored_group import EXTRAS, ExtraTypes
-from isobatch.shards.tables import (
-    COUNTS_NAME,
-    GROUPS_NAME,
-    REJECTED_NAME,
-    counts_arrays,
-    groups_table,
-    read_table,
-    reject_rows,
-    write_table,
-)
+from isobatch.shards.tables import REJECTED_NAME, read_table
 
+Result = TypeVar("Result")
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """The counted and rejected samples."""
-
-    table: pa.Table
-    """One row per sample that goes into groups, copies included."""
-    parts: IntArray
-    """Number of the dataset's part that each row comes from."""
-    rejected: pa.Table
-    num_read: int
-    num_repeated: int
-    extras: ExtraTypes
-    """Kept columns and their types."""
-    never_read: dict[str, NeverRead]
-    """Part of the dataset -> keys of its records that nothing reads."""
+CUT_NAME, DECISIONS_NAME = "cut.json", "decisions.json"
 
 
 class Builder:
@@ -110,17 +75,16 @@ class Builder:
         self.config, self._samples = config, samples
         if config.map is not None:
             load_map(config.map)  # for its errors
-        self._group_options = config.group_options  # what is wrong with it is said before counting
+        _ = config.group_options, config.share  # what is wrong with it is said before counting
         self.progress = progress or StageProgress()
         self.publisher = Publisher(config.out, config.work_dir) if is_uri(config.out) else None
         self.out = self.publisher.folder if self.publisher else Path(config.out)
         """Folder where the build works."""
         self.staging = Staging(self.out / "staging")
-        self.tokenizer_path = config.tokenizer_source or str(demo_tokenizer_path())
         try:
             self.model = find_model(config.model or DEMO_MODEL)
             self.tokenizer = ChatTokenizer.for_model(
-                self.model, self.tokenizer_path, config.chat_template, config.template_date
+                self.model, tokenizer_place(config), config.chat_template, config.template_date
             )
         except ConfigError as error:  # what else a known dataset lacks is said with it
             fetch = config.fetch_annotations
@@ -136,17 +100,28 @@ class Builder:
                 )
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
-    def build(self, *, overwrite: bool = False) -> BuildSummary:
-        """Run all stages up to the manifest. DataError if nothing can be packed."""
-        is_complete(self.config.out)  # raises for a wrong place before anything is made or removed
+    def build(self, *, overwrite: bool = False) -> BuildSummary | None:
+        """Run all stages up to the manifest; None if other shares of the partitions are missing.
+
+        DataError if nothing can be packed.
+        """
+        config = self.config
+        is_complete(config.out)  # raises for a wrong place before anything is made or removed
         with self._dataset(overwrite=overwrite) as dataset:
-            if is_complete(self.config.out):
+            cut = self._cut(dataset)
+            self.identity.is_cut = len(cut.partitions) > 1
+            if is_complete(config.out):
                 return self._finished(dataset)
             self._claim(dataset)
-            counts = self._count(dataset)
-            grouping = self._group(counts)
-            num_shards = self._write(dataset, grouping, counts)
-            return self._finish(dataset, grouping, counts, num_shards)
+            if self._samples is None and not self.staging.samples.exists():
+                self._note_surprises(dataset)
+            (self.out / "shards").mkdir(exist_ok=True)
+            if config.executor == "local" and len(cut.partitions) == 1 and not config.share:
+                packed = [self._only(dataset).pack()]
+                rows = [self.staging.folder / ROWS_NAME]
+                merge_index(rows, [packed[0].index], [len(packed[0].shards)], self.out)
+                return self._finish(dataset, packed)
+            return self._build_partitions(dataset, cut)
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet, and returns both."""
@@ -154,12 +129,140 @@ class Builder:
             raise ConfigError(f"{self.config.out} holds a finished build: choose another --out")
         with self._dataset() as dataset:
             self._claim(dataset)
-            counts = self._count(dataset)
+            self._note_surprises(dataset)
+            tables = self._only(dataset).counts()
             if self.publisher:
                 self.publisher.upload_tables()
             else:
                 self.staging.remove()
-            return counts.table, counts.rejected
+            return tables
+
+    def _only(self, dataset: Dataset) -> Partition:
+        """The only partition of a small dataset, which works in the build's own folder."""
+        job = PartitionJob(
+            config=self.config,
+            dataset=dataset,
+            number=None,
+            work=str(self.out),
+            out=self._place,
+        )
+        return Partition(job, self.model, self.tokenizer, self.progress, self._samples)
+
+    @property
+    def _place(self) -> str:
+        """Folder or URI that the shards go to."""
+        return self.publisher.uri if self.publisher else str(self.out.absolute())
+
+    # --- several partitions, or another executor ---
+
+    def _cut(self, dataset: Dataset) -> Cut:
+        """The dataset in partitions."""
+        if self._samples is not None:
+            return Cut((dataset,), ())
+        config = self.config
+        results = Results(self._place)
+        if (text := results.read_text(CUT_NAME)) is not None:
+            return cut_from_json(dataset, text)
+        return cut_dataset(dataset, config.partition_samples, config.seed, limit=config.limit)
+
+    def _build_partitions(self, dataset: Dataset, cut: Cut) -> BuildSummary | None:
+        config, results = self.config, Results(self._place)
+        jobs = self._jobs(cut, self._decisions(results, cut))
+        if needs_counts(config, dataset) and len(jobs) > 1:
+            with self.progress.stage("count", len(jobs), unit="partitions") as stage:
+                mine = [jobs[place] for place in self._share(len(jobs))]
+                for _ in self._run(count_partition, mine):
+                    stage.advance(1)
+                    stage.count(1)
+            counted = [results.read_counted(number) for number in range(len(jobs))]
+            known = [of for of in counted if of is not None]
+            if len(known) < len(counted):
+                missing = len(counted) - len(known)
+                self._note(
+                    f"counted; {missing:,} of {len(counted):,} partitions are not counted yet, and"
+                    " shares or kept columns need all: run this command again after the others"
+                )
+                return None
+            decided = decide_by_counts(jobs[0].decisions, config, dataset, known)
+            jobs = [replace(job, decisions=of) for job, of in zip(jobs, decided, strict=True)]
+        share = self._share(len(jobs))
+        todo = sorted(set(results.missing(len(jobs))) & set(share))
+        with self.progress.stage("pack", len(share)) as stage:
+            stage.advance(len(share) - len(todo))
+            for _, packed in self._run(pack_partition, [jobs[place] for place in todo]):
+                stage.advance(1)
+                stage.count(packed.index.sums["num_samples"])
+        if others := results.missing(len(jobs)):
+            self._note(
+                f"{len(share):,} partitions are packed; {len(others):,} of {len(jobs):,} are not"
+                " yet: whoever finishes last completes the build"
+            )
+            return None
+        try:
+            return self._join(dataset, results, len(jobs))
+        except (OSError, DataError):
+            # another share may have completed the build meanwhile, and removed what it was made of
+            if config.share and is_complete(config.out):
+                return self._finished(dataset)
+            raise
+
+    def _run(
+        self, function: Callable[[PartitionJob], Result], jobs: list[PartitionJob]
+    ) -> Iterator[tuple[int, Result]]:
+        return run_jobs(function, jobs, executor=self.config.executor, workers=self.config.workers)
+
+    def _share(self, number: int) -> range:
+        """The partitions that this process works on."""
+        first, step = self.config.share or (0, 1)
+        return range(first, number, step)
+
+    def _decisions(self, results: Results, cut: Cut) -> Decisions:
+        """What holds for all partitions; saved, so that it is decided once."""
+        if len(cut.partitions) == 1:
+            return Decisions()
+        if (text := results.read_text(DECISIONS_NAME)) is None:
+            results.save_text(CUT_NAME, cut_to_json(cut))
+            with self.progress.stage("caps", None, unit="partitions") as stage:
+                decisions = decide_limits(cut, self.config)
+                stage.count(len(cut.partitions))
+            results.save_text(DECISIONS_NAME, decisions.to_json())
+            return decisions
+        return Decisions.from_json(text)
+
+    def _jobs(self, cut: Cut, decisions: Decisions) -> list[PartitionJob]:
+        is_cut = len(cut.partitions) > 1
+        return [
+            PartitionJob(
+                config=self.config,
+                dataset=dataset,
+                number=number if is_cut else None,
+                work=str(self.out.absolute() / "staging" / "work"),
+                out=self._place,
+                decisions=decisions,
+                is_checked_later=True,
+            )
+            for number, dataset in enumerate(cut.partitions)
+        ]
+
+    def _join(self, dataset: Dataset, results: Results, number: int) -> BuildSummary:
+        """Make the build of the packed partitions."""
+        packed = [results.read(place) for place in range(number)]
+        known = [of for of in packed if of is not None]
+        if len(known) < number:
+            raise DataError(
+                f"{self._place}: a packed partition is gone; run the same command again"
+            )
+        # in a folder of this process, for another share may do the same
+        with TemporaryDirectory(dir=self.staging.folder) as folder:
+            join_partitions(results, known, Path(folder))
+            for name in TABLE_NAMES:
+                os.replace(Path(folder, name), self.out / name)
+        rejected = read_table(self.out / REJECTED_NAME)
+        num_read = sum(of.num_read for of in known)
+        if not sum(of.index.num_groups for of in known):
+            raise nothing_to_pack(rejected)
+        require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
+        return self._finish(dataset, known, results)
 
     @contextmanager
     def _dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
@@ -167,7 +270,13 @@ class Builder:
         is_drawn = self.config.is_demo and self._samples is None
         if not is_drawn:
             self._find()
-        with locked(self.out), naming_full_disk(self.out):
+        if overwrite and self.config.share:
+            would = "each job would remove the work of the others"
+            raise ConfigError(f"--overwrite with --partitions: {would}")
+        with (
+            locked(self.out, with_others=self.config.share is not None),
+            naming_full_disk(self.out),
+        ):
             if overwrite:
                 if self.publisher:
                     self.publisher.clear()
@@ -177,7 +286,8 @@ class Builder:
     def _claim(self, dataset: Dataset) -> None:
         self.identity.claim(self.staging.folder, dataset)
         if self.publisher:
-            self.publisher.claim()
+            with_others = self.identity.hash(dataset) if self.config.share else None
+            self.publisher.claim(with_others)
 
     def _finished(self, dataset: Dataset) -> BuildSummary:
         """The summary of an earlier run's build; DataError if that is another build."""
@@ -186,6 +296,7 @@ class Builder:
             rejected = read_table(folder / REJECTED_NAME)
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
+            Results(self._place).remove()
             self.publisher.forget()
         else:  # the run that wrote the manifest may have been killed before it did
             self.staging.remove()
@@ -227,53 +338,10 @@ class Builder:
                 stage.count(DEMO_SAMPLES)
         return self._keeping(demo_dataset(folder))
 
-    def _count(self, dataset: Dataset) -> _Counts:
-        """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
-        config = self.config
-        if not self.staging.samples.exists():
-            self._note_surprises(dataset)
-            settings = CountSettings(
-                model=self.model,
-                tokenizer=self.tokenizer_path,
-                chat_template=config.chat_template,
-                template_date=self.tokenizer.template_date,
-                keep_columns=config.kept_columns,
-                map=config.map,
-                reading=config.reading,
-                decode_images=config.check_images == "decode",
-                follow_links=config.follow_links,
-                chunk_records=config.chunk_records,
-                limit=config.limit,
-                executor=config.executor,
-                workers=config.workers,
-            )
-            if self._samples is None:
-                count_dataset(dataset, settings, self.staging, self.progress)
-            else:
-                self._note(self._samples.note)
-                self._samples.stage(self.staging, self.progress)
-        extras = self._extras(dataset)
-        table, rejected, records_per_part = split_staged(self.staging.samples)
-        parts = part_numbers(table.column("position").to_numpy(), records_per_part)
-        copies = copies_per_sample(dataset, parts, config.seed)
-        dropped = reject_rows(table, left_out(dataset, parts, copies))
-        counts = _Counts(
-            table=copy_rows(table, copies),
-            parts=np.repeat(parts, copies),
-            rejected=pa.concat_tables([rejected, dropped]),
-            num_read=sum(records_per_part),
-            num_repeated=int(np.maximum(copies - 1, 0).sum()),
-            extras=extras,
-            never_read=self._never_read(dataset, records_per_part),
-        )
-        write_table(counts.table, self.out / COUNTS_NAME)
-        self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
-        return counts
-
     def _note_surprises(self, dataset: Dataset) -> None:
         """Say before the work what a user may not expect of columns, model and chat template."""
         keep = () if self.config.map else self.config.kept_columns
-        columns = _columns(dataset) if keep else set[str]()
+        columns = columns_of(dataset) if keep else set[str]()
         for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
             self._note(f"{note} {', '.join(sorted(columns))}")
@@ -286,134 +354,22 @@ class Builder:
     def _note(self, text: str) -> None:
         self.progress.console.print(foreign(text), highlight=False, soft_wrap=True)
 
-    def _extras(self, dataset: Dataset) -> ExtraTypes:
-        """Types of the kept columns. ConfigError if one has no value in any sample."""
-        if not (keep := self.config.kept_columns):
-            return {}
-        types = staged_extras(self.staging.samples, keep)
-        if missing := [name for name in keep if name not in types]:
-            self.staging.remove()  # it is of no use to a build with other columns
-            raise ConfigError(
-                f"--keep-columns: no usable record has a value in {', '.join(missing)}; the "
-                f"records have {', '.join(sorted(_columns(dataset)))}"
-            )
-        return types
-
-    def _never_read(self, dataset: Dataset, num_records: list[int]) -> dict[str, NeverRead]:
-        """What nothing reads, by part: keys of records, and columns that records come without."""
-        names = [part.name for part in dataset.parts]
-        by_part = staged_never_read(self.staging.samples, names, num_records)
-        for part in dataset.parts:
-            columns = by_part.pop(part.name, {})
-            add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
-            add_described(columns, part.located.unread)
-            by_part |= {part.name: columns} if columns else {}
-        return by_part
-
-    def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
-        """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""
-        rejected = pa.concat_tables(tables).sort_by("position")
-        write_table(rejected, self.out / REJECTED_NAME)
-        if num_left == 0:
-            raise nothing_to_pack(rejected)
-        require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
-        return rejected
-
-    def _group(self, counts: _Counts) -> Grouping:
-        with self.progress.stage("group", None) as stage:
-            grouping = group_counts(
-                counts_arrays(counts.table),
-                self._group_options,
-                vision_unit=self.model.vision_unit,
-                context_len=self.model.context_len,
-                predictor=FlopsModel.of(self.model) if self.model.has_dimensions else None,
-            )
-            stage.count(len(counts.table))
-        tables = [counts.rejected, reject_rows(counts.table, grouping.over)]
-        self._reject(tables, counts.num_read, num_left=len(grouping.groups))
-        self._write_groups(grouping.groups, counts)
-        return grouping
-
-    def _write_groups(self, groups: Groups, counts: _Counts) -> None:
-        table = groups_table(groups, counts_arrays(counts.table))
-        write_table(table, self.out / GROUPS_NAME)
-
-    def _write(self, dataset: Dataset, grouping: Grouping, counts: _Counts) -> int:
-        """Write the shards and return their number."""
-        for folder in (self.out / "shards", self.staging.folder / "index"):
-            folder.mkdir(exist_ok=True)
-        groups = grouping.groups
-        in_shards = sample_bytes(counts.table, with_media=self.config.format != "refs")
-        ranges = plan_shards(groups, in_shards, shard_bytes=self.config.shard_mb << 20)
-        tasks = self._write_tasks(dataset, groups, counts, ranges)
-        workers = min(self.config.workers, len(ranges))
-        with self.progress.stage("write", len(ranges)) as stage:
-            for shard in map_ordered(write_shard, tasks, workers=workers):
-                stage.advance(1)
-                first, last = ranges[shard]
-                stage.count(int(groups.offsets[last] - groups.offsets[first]))
-        return len(ranges)
-
-    def _write_tasks(
-        self, dataset: Dataset, groups: Groups, counts: _Counts, ranges: list[tuple[int, int]]
-    ) -> Iterator[ShardTask]:
-        config = WriteConfig(
-            out=str(self.out),
-            uri=self.publisher.uri if self.publisher else None,
-            data_roots=tuple(part.data_root for part in dataset.parts),
-            has_videos=has_videos(self.staging.samples),
-            pad_each_to=self.config.pad_each_to,
-            packing=PackOptions(
-                format=self.config.format,
-                follow_links=self.config.follow_links,
-                image_token_id=self.tokenizer.image_token_id,
-                audio_token_id=self.tokenizer.audio_token_id,
-                video_token_id=self.tokenizer.video_token_id,
-                extras=counts.extras,
-            ),
-        )
-        positions = counts.table.column("position").to_numpy()
-        sample_ids = counts.table.column("sample_id")
-        num_bytes = sample_bytes(counts.table)
-        for shard, (first, last) in enumerate(ranges):
-            start, stop = groups.offsets[first], groups.offsets[last]
-            rows = groups.samples[start:stop]
-            yield ShardTask(
-                config=config,
-                shard=shard,
-                first_group=first,
-                offsets=groups.offsets[first : last + 1] - start,
-                rows=rows,
-                positions=positions[rows],
-                sample_ids=sample_ids.take(pa.array(rows)).to_pylist(),
-                parts=counts.parts[rows],
-                num_bytes=num_bytes[rows],
-            )
-
     def _finish(
-        self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int
+        self, dataset: Dataset, packed: list[PackedPartition], results: Results | None = None
     ) -> BuildSummary:
-        """Write the index, the final tables and the manifest."""
+        """Write the manifest, when all that it names is there."""
+        num_shards = sum(len(of.shards) for of in packed)
         with self.progress.stage("finish", None, unit="shards") as stage:
-            parts = [index_part(self.out, shard) for shard in range(num_shards)]
-            lost = [row for part in parts for row in read_lost(part)]
-            dropped = reject_rows(counts.table, [*grouping.over, *lost])
-            rejected = self._reject([counts.rejected, dropped], counts.num_read)
-            if lost:
-                groups = _without(grouping.groups, [row for row, _, _ in lost])
-                self._write_groups(groups, counts)
-            index = merge_index(parts, self.out)
-            counted = counts.num_read, counts.num_repeated
-            manifest = self.identity.manifest(self.out, dataset, grouping, index, parts, counted)
-            manifest |= {EXTRAS: counts.extras} if counts.extras else {}
-            manifest |= {"never_read": counts.never_read} if counts.never_read else {}
-            manifest |= {"has_videos": True} if has_videos(self.staging.samples) else {}
+            manifest = self.identity.manifest(self.out, dataset, packed)
+            rejected = read_table(self.out / REJECTED_NAME)
             write_manifest(self.out, manifest)
             if self.publisher:
                 names = [file["name"] for file in manifest["files"]]
                 self.publisher.publish(
                     [*names, *META_NAMES] if self.config.format == "energon" else names
                 )
+                if results is not None:
+                    results.remove()
             else:
                 self.staging.remove()
             stage.count(num_shards)
@@ -433,17 +389,3 @@ class Builder:
             never_read=manifest.get("never_read", {}),
             seconds=dict(self.progress.seconds),
         )
-
-
-def _columns(dataset: Dataset) -> set[str]:
-    """Columns that the first records of any part have."""
-    return {name for part in dataset.parts for name in part.open().columns()}
-
-
-def _without(groups: Groups, lost: list[int]) -> Groups:
-    """The groups without some samples, and without groups that are then empty."""
-    keep = ~np.isin(groups.samples, lost)
-    group_of = np.repeat(np.arange(len(groups)), groups.sizes)[keep]
-    sizes = np.bincount(group_of, minlength=len(groups))
-    offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
-    return Groups(groups.samples[keep], offsets)

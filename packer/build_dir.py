@@ -4,29 +4,29 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.plain_values import write_text
-from isobatch.common.types import COUNT_COLUMNS
+from isobatch.counting.records.fields import NeverRead, add_never_read
 from isobatch.counting.records.user_map import load_map
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
 from isobatch.models.presets import ModelPreset, model_to_dict
 from isobatch.packer.config import BuildConfig
-from isobatch.packer.group import Grouping
+from isobatch.packer.partitions.partition import PackedPartition
 from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
 from isobatch.packer.write.energon_files import META, write_energon_files
 from isobatch.shards.folders import absolute, open_folder
-from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
+from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
+from isobatch.shards.stored_group import EXTRAS
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
 REPORT_NAME = "report.html"
@@ -51,6 +51,8 @@ class BuildIdentity:
         self.config = config
         self.model = _plain(model_to_dict(model))
         self.tokenizer = tokenizer
+        self.is_cut = False
+        """Whether there are several partitions."""
 
     def settings(self, dataset: Dataset) -> dict[str, Any]:
         """The settings, without paths of this machine."""
@@ -70,7 +72,12 @@ class BuildIdentity:
             **({"reading": reading} if (reading := self.config.reading.identity()) else {}),
             **({"keep_columns": list(columns)} if (columns := self.config.kept_columns) else {}),
             **_group_settings(self.config),
+            **({"partition_samples": self.config.partition_samples} if self.is_cut else {}),
         }
+
+    def hash(self, dataset: Dataset) -> str:
+        """SHA-256 of what decides the bytes, the raw files left out."""
+        return hash_json([self.settings(dataset), self.model, self.tokenizer.hash])
 
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; DataError if it is of other data or settings.
@@ -99,53 +106,60 @@ class BuildIdentity:
             "chunk_records": self.config.chunk_records,
         }
         marker = staging / "build.json"
+        staging.mkdir(parents=True, exist_ok=True)
         is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
         # a build that failed before it had counted anything blocks nobody
         if is_anothers and any(staging.rglob("*.arrow")):
             there = f"{staging.parent} holds an unfinished build of other data or settings"
             raise DataError(f"{there}: finish that one, {ELSEWHERE}")
-        staging.mkdir(parents=True, exist_ok=True)
-        write_text(marker, json.dumps(identity, indent=1))
+        if is_anothers:
+            shutil.rmtree(staging / "partitions", ignore_errors=True)  # what that one decided
+        if not marker.exists() or is_anothers:
+            write_text(marker, json.dumps(identity, indent=1))
 
     def manifest(
         self,
         out: Path,
         dataset: Dataset,
-        grouping: Grouping,
-        index: pa.Table,
-        parts: list[Path],
-        counted: tuple[int, int],
+        packed: Sequence[PackedPartition],
     ) -> dict[str, Any]:
-        """The manifest of the files in `out`, and of the shards of the index `parts`.
+        """The manifest of the files in `out`, and of the shards of the partitions.
 
-        Of a build for Energon its files are written first. `counted`: records read, and copies
-        beyond the first of each sample.
+        Of a build for Energon its files are written first.
         """
+        first = packed[0]
         settings = self.settings(dataset)
         data_root = absolute(dataset.parts[0].data_root)
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         keys += ["template_date"] * (self.tokenizer.template_date is not None)
         names = list(TABLE_NAMES)
-        shards = _describe_shards(parts, index)
+        shards = [shard for of in packed for shard in of.shards]
         if self.config.format == "energon":
-            unit = grouping.limits.vision_unit
-            names += write_energon_files(out, [one["name"] for one in shards], index, unit)
+            unit = first.limits["vision_unit"]
+            with pa.memory_map(str(out / INDEX_NAME)) as source:
+                index = pa.ipc.open_file(source).read_all()
+                names += write_energon_files(out, [one["name"] for one in shards], index, unit)
+        extras = next((of.extras for of in packed if of.extras), {})
+        never_read = _joined(of.never_read for of in packed)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
             "config": settings,
-            "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
+            "config_hash": self.hash(dataset),
             "raw_files": _describe_raw(dataset),
             "model": self.model,
             "tokenizer": {key: getattr(self.tokenizer, key) for key in keys},
-            "limits": grouping.limits.to_json(),
-            "limits_explained": grouping.limits_explained,
+            "limits": first.limits,
+            "limits_explained": first.limits_explained,
             "seed": self.config.seed,
-            "totals": _totals(index, *counted),
+            "totals": _totals(packed),
             "shards": shards,
             "files": [_describe_file(out, name) for name in names],
             **({"data_root": data_root} if self.config.format == "refs" else {}),
+            **({EXTRAS: extras} if extras else {}),
+            **({"never_read": never_read} if never_read else {}),
+            **({"has_videos": True} if any(of.has_videos for of in packed) else {}),
         }
 
 
@@ -162,12 +176,16 @@ def _another(out: str) -> DataError:
 
 
 @contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Keep other builds out of a directory, which is made if needed; DataError if one is in it."""
+def locked(out: Path, *, with_others: bool = False) -> Iterator[None]:
+    """Keep other builds out of a directory, which is made if needed; DataError if one is in it.
+
+    `with_others`: let in those that work on other partitions of the same build.
+    """
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_SH if with_others else fcntl.LOCK_EX
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise DataError(
@@ -221,16 +239,27 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]:
-    names = ("num_samples", *COUNT_COLUMNS)
-    sums = {name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64)) for name in names}
+def _joined(parts: Iterable[dict[str, NeverRead]]) -> dict[str, NeverRead]:
+    """What was never read, of all partitions."""
+    joined: dict[str, NeverRead] = {}
+    for of in parts:
+        for name, paths in of.items():
+            add_never_read(joined.setdefault(name, {}), paths)
+    return joined
+
+
+def _totals(packed: Sequence[PackedPartition]) -> dict[str, int]:
+    sums = {name: sum(of.index.sums[name] for of in packed) for name in packed[0].index.sums}
+    num_read, num_repeated = (
+        sum(getattr(of, name) for of in packed) for name in ("num_read", "num_repeated")
+    )
     num_packed = sums.pop("num_samples")
     return {
         "num_read": num_read,
         "num_packed": num_packed,
         "num_repeated": num_repeated,
         "num_rejected": num_read + num_repeated - num_packed,
-        "num_groups": len(index),
+        "num_groups": sum(of.index.num_groups for of in packed),
         **sums,
     }
 
@@ -243,13 +272,3 @@ def _describe_file(out: Path, name: str) -> dict[str, Any]:
         with pa.ipc.open_file(out / name) as index:
             file = replace(file, types={field.name: str(field.type) for field in index.schema})
     return file.to_json()
-
-
-def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]:
-    shard, sizes = (index.column(name).to_numpy() for name in ("shard", "num_samples"))
-    num_groups = np.bincount(shard, minlength=len(parts)).tolist()
-    num_samples = np.bincount(shard, weights=sizes, minlength=len(parts)).astype(int).tolist()
-    return [
-        {**read_shard_file(part).to_json(), "num_groups": groups, "num_samples": samples}
-        for part, groups, samples in zip(parts, num_groups, num_samples, strict=True)
-    ]

@@ -64,7 +64,12 @@ app = new_app(
 
 
 @app.command()
-@with_options(BuildConfig, *COUNTING, *GROUPING, "format", "columns", "keep_columns", "memory_gib")
+@with_options(
+    BuildConfig,
+    *COUNTING,
+    *GROUPING,
+    *("format", "columns", "keep_columns", "memory_gib", "partition_samples", "partitions"),
+)
 def build(
     context: typer.Context,
     config: ConfigOption = None,
@@ -76,6 +81,10 @@ def build(
     """Count, group and write a dataset. Run it again to resume a build that was stopped."""
     builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
+    if summary is None:  # other shares of the partitions are missing
+        if as_json:
+            print(json.dumps({"out": builder.config.out, "complete": False}))
+        return
     report = make_report(summary.out)
     # a build at a URI has written its page itself; one killed after its manifest has none yet
     has_page = summary.already_complete and Path(summary.out, REPORT_NAME).exists()

@@ -1,5 +1,6 @@
 """Options of `packer build`: command line over TOML file over defaults."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
@@ -135,6 +136,22 @@ class BuildConfig:
     workers: Annotated[
         int, Option("Processes; the result does not depend on it. Default: all cores.", 1, 4096)
     ] = field(default_factory=default_workers)
+    partition_samples: Annotated[
+        int,
+        Option(
+            "Samples of a partition, about: what one process counts, groups and writes. Larger"
+            " datasets are cut into several.",
+            min=1000,
+            max=1 << 24,
+        ),
+    ] = 1 << 20
+    partitions: Annotated[
+        str | None,
+        Option(
+            "Work only on share K of N of the partitions (K/N, from 1): one of N jobs with the same"
+            " command. The last to finish completes the build."
+        ),
+    ] = None
     check_images: Annotated[
         Literal["headers", "decode"],
         Option(
@@ -222,6 +239,18 @@ class BuildConfig:
                 if name == "tokenizer" and self.model:
                     read_preset("models", self.model)  # what is wrong with that comes first
                 raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """Which share of the partitions this process works on, from 0, and of how many."""
+        if self.partitions is None:
+            return None
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.partitions)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ConfigError(
+                f"--partitions {self.partitions}: give K/N, for example 3/64, with K from 1 to N"
+            )
+        return int(match[1]) - 1, int(match[2])
 
     @property
     def kept_columns(self) -> tuple[str, ...]:

@@ -72,7 +72,13 @@ def group_counts(
     choice = choose_limits(
         counts, options, vision_unit=vision_unit, context_len=context_len, predictor=predictor
     )
-    limits = choice.limits
+    return group_within(counts, choice.limits, options, cap_lines(choice))
+
+
+def group_within(
+    counts: Counts, limits: Limits, options: GroupOptions, limits_explained: list[str]
+) -> Grouping:
+    """Reject what exceeds chosen caps, group the rest."""
     too_long, too_much_vision = over_limits(counts, limits)
     seq_len, vision = limits.llm_load(counts), limits.vision_load(counts)
     padded = f" with padding to a multiple of {limits.pad_each_to}" * (limits.pad_each_to > 1)
@@ -95,7 +101,7 @@ def group_counts(
         groups=groups.take(random_permutation(len(groups), seed, STORED)),
         limits=limits,
         over=over,
-        limits_explained=cap_lines(choice),
+        limits_explained=limits_explained,
     )
 
 

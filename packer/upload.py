@@ -42,8 +42,15 @@ class Publisher:
         self.folder = work_folder(self.uri, work_dir)
         self._claim = self.folder / "staging" / BUILDING_NAME
 
-    def claim(self) -> None:
-        """Mark the place as this build's; DataError if another work folder is building there."""
+    def claim(self, with_others: str | None = None) -> None:
+        """Mark the place as this build's; DataError if another work folder is building there.
+
+        `with_others`: what all have in common that work on partitions of it.
+        """
+        if with_others is not None:
+            several = {"host": "several machines", "work_folder": "--partitions"}
+            self._claim.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._claim, json.dumps(several | {"token": with_others}))
         if not self._claim.exists():
             token = {"host": socket.gethostname(), "work_folder": str(self.folder)}
             token["token"] = os.urandom(16).hex()

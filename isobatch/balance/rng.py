@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-SHUFFLE, WINDOWS, GROUPS, COPIES, TRANSFORMS, STORED, EVEN, PLANNED, SAMPLING = range(4, 13)
+SHUFFLE, WINDOWS, GROUPS, COPIES, TRANSFORMS, STORED, EVEN, PLANNED, SAMPLING, PARTS = range(4, 14)
 """What random bits are for: each purpose draws from a sequence of its own.
 
 A number is never used again, or builds and orders would change. 0 to 3 were version 0.1's.

@@ -94,7 +94,6 @@ class CountSettings:
     """
     chunk_records: int = 1024
     limit: int | None = None
-    executor: str = "local"
     workers: int = 1
 
 

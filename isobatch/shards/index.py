@@ -3,7 +3,8 @@
 One row per group, in record batches of BATCH_ROWS rows, each column as wide as its largest value.
 The ids of the samples are in a file of their own, sample_ids.arrow, because training reads none.
 While a build is unfinished, each shard has an `IndexPart`, written after it, so that a part means
-that its shard is complete; `merge_index` joins them.
+that its shard is complete; `join_parts` makes one file of those of a partition, and `merge_index`
+the index of all.
 
 `GroupIndex` reads a record batch when one of its rows is first asked for, and compares it with the
 manifest's checksum. From a folder it is mapped, so that the processes of a machine share the pages.
@@ -14,8 +15,9 @@ header and footer are not read.
 import json
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +47,7 @@ _PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]
 _LOADS = [(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)]
 _IDS = ("sample_ids", pa.list_(pa.string()))
 _INDEX_SCHEMA = pa.schema([*_PLACE, ("checksum", pa.uint64()), *_LOADS])
-"""While it is merged, and in version 2."""
+"""While a build is unfinished, and in version 2."""
 INDEX_COLUMNS = tuple(_INDEX_SCHEMA.names)
 PADDING = "num_padding"
 """Column more of builds with `Limits.pad_each_to`: what this adds to the samples of a group."""
@@ -141,22 +143,96 @@ def _metadata(part: Path, key: bytes) -> Any:
         return json.loads(pa.ipc.open_file(source).schema.metadata[key])
 
 
-def merge_index(parts: Iterable[Path], out: Path) -> pa.Table:
-    """Write the rows of all parts as index and sample ids, each file whole or not at all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexFigures:
+    """What is known of index rows without reading them."""
 
-    Returns the index, with columns of any width.
+    num_groups: int
+    largest: dict[str, int]
+    """Column -> its largest value, 0 without groups."""
+    sums: dict[str, int]
+    """`num_samples` and the counts, summed."""
+
+
+def join_parts(parts: Iterable[Path], path: Path, *, pad_each_to: int = 1) -> IndexFigures:
+    """Write the rows of successive shards as one file, whole or not at all."""
+    schema = _PART_SCHEMA if pad_each_to == 1 else _PADDED_PART_SCHEMA
+    names = [name for name in schema.names if name not in IDS_SCHEMA.names]
+    num_groups, largest = 0, dict.fromkeys(names, 0)
+    sums = dict.fromkeys(("num_samples", *COUNT_COLUMNS), 0)
+    temporary = path.with_suffix(".tmp")
+    with pa.ipc.new_file(temporary, schema) as writer:
+        for part in parts:
+            with pa.OSFile(str(part), "rb") as source:
+                table = pa.ipc.open_file(source).read_all().replace_schema_metadata(None)
+            writer.write_table(table)
+            num_groups += len(table)
+            for name in names:
+                values = table.column(name).to_numpy()
+                largest[name] = max(largest[name], int(np.max(values, initial=0)))
+                if name in sums:
+                    sums[name] += int(np.sum(values, dtype=np.int64))
+    temporary.replace(path)
+    return IndexFigures(num_groups=num_groups, largest=largest, sums=sums)
+
+
+def merge_index(
+    rows: Iterable[Path], figures: Sequence[IndexFigures], num_shards: Sequence[int], out: Path
+) -> None:
+    """Write the rows of files of `join_parts` as index and sample ids, each whole or not at all.
+
+    `figures`, `num_shards`: of each file. Shards are numbered through; one file is read at a time.
     """
-    tables = []
-    for part in parts:
-        with pa.OSFile(str(part), "rb") as source:
-            tables.append(pa.ipc.open_file(source).read_all().replace_schema_metadata(None))
-    table = pa.concat_tables(tables or [_PART_SCHEMA.empty_table()]).combine_chunks()
-    names = [name for name in table.column_names if name not in IDS_SCHEMA.names]
-    index = table.select(names)
-    largest = {name: np.max(index.column(name).to_numpy(), initial=0) for name in names}
-    _write(index.cast(index_schema(largest)), out / INDEX_NAME, BATCH_ROWS)
-    _write(table.select(IDS_SCHEMA.names), out / IDS_NAME, BATCH_ROWS)
-    return index
+    firsts = np.cumsum([0, *num_shards]).tolist()
+    largest = {
+        name: max(
+            of.largest[name] + (first if name == "shard" and of.num_groups else 0)
+            for of, first in zip(figures, firsts[:-1], strict=True)
+        )
+        for name in figures[0].largest
+    }
+    index, ids = (_RowsFile(out / name) for name in (INDEX_NAME, IDS_NAME))
+    with index.writing(index_schema(largest)), ids.writing(IDS_SCHEMA):
+        for file, first in zip(rows, firsts[:-1], strict=True):
+            with pa.memory_map(str(file)) as source:
+                reader = pa.ipc.open_file(source)
+                for number in range(reader.num_record_batches):
+                    table = pa.Table.from_batches([reader.get_batch(number)])
+                    shards = pa.array(table.column("shard").to_numpy() + first, pa.int64())
+                    table = table.set_column(0, "shard", shards)
+                    index.add(table.select(list(largest)))
+                    ids.add(table.select(IDS_SCHEMA.names))
+
+
+class _RowsFile:
+    """An IPC file in record batches of BATCH_ROWS rows, written whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[pa.Table] = []
+
+    @contextmanager
+    def writing(self, schema: pa.Schema) -> Iterator[None]:
+        """What is added inside is in the file afterwards."""
+        temporary = self._path.with_suffix(".tmp")
+        self._waiting = [schema.empty_table()]
+        with pa.ipc.new_file(temporary, schema) as self._writer:
+            yield
+            self._write(1)
+        temporary.replace(self._path)
+
+    def add(self, table: pa.Table) -> None:
+        self._waiting.append(table.cast(self._waiting[0].schema))
+        self._write(BATCH_ROWS)
+
+    def _write(self, rows: int) -> None:
+        """Write full batches while `rows` or more wait."""
+        if sum(map(len, self._waiting)) < rows:
+            return
+        table = pa.concat_tables(self._waiting).combine_chunks()
+        end = len(table) if rows == 1 else len(table) - len(table) % BATCH_ROWS
+        self._writer.write_table(table.slice(0, end), max_chunksize=BATCH_ROWS)
+        self._waiting = [table.schema.empty_table(), table.slice(end)]
 
 
 def index_schema(largest: Mapping[str, int]) -> pa.Schema:

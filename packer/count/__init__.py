@@ -1,1 +1,1 @@
-"""Counting: raw records -> staged samples with tokens, on processes or on Ray."""
+"""Counting: raw records -> staged samples with tokens, on processes."""

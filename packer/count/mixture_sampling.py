@@ -12,14 +12,18 @@ from isobatch.packer.sources.dataset import Dataset
 from isobatch.shards.index import LostSample
 
 
-def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArray:
+def copies_per_sample(
+    dataset: Dataset, part_of: IntArray, seed: int, wanted: Sequence[int] | None = None
+) -> IntArray:
     """How often each sample goes in, int64, 0 for one that is left out.
 
     `part_of`: the part that each sample comes from. Its samples go in `repeat` times, or so often
-    that the parts' sizes are as their weights. Those of a fractional repeat are drawn at random.
+    that the parts' sizes are as their weights; or as `wanted` says for each part. Those of a
+    fractional repeat are drawn at random.
     """
     sizes = np.bincount(part_of, minlength=len(dataset.parts))
-    wanted = _wanted(dataset, sizes)
+    if wanted is None:
+        wanted = wanted_samples(dataset, sizes)
     copies = np.zeros(len(part_of), np.int64)
     for number, (size, target) in enumerate(zip(sizes.tolist(), wanted, strict=True)):
         if size == 0:
@@ -31,7 +35,27 @@ def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArra
     return copies
 
 
-def _wanted(dataset: Dataset, sizes: IntArray) -> list[int]:
+def is_as_it_is(dataset: Dataset) -> bool:
+    """Whether every usable sample goes in a whole number of times, whatever the others are."""
+    return all(part.weight is None and part.repeat == int(part.repeat) for part in dataset.parts)
+
+
+def shared_out(wanted: Sequence[int], usable: IntArray) -> IntArray:
+    """The wanted samples of each part by partition, int64, in proportion to the usable ones.
+
+    `usable`: shape (partitions, parts). The sums over the partitions are as wanted.
+
+    >>> shared_out([5], np.array([[4], [4], [2]])).ravel().tolist()
+    [2, 2, 1]
+    """
+    until = np.cumsum(usable, axis=0)
+    totals = np.maximum(until[-1:], 1)
+    # exact in integers: a product of two sizes fits 64 bits up to three billion each
+    borders = (until * np.asarray(wanted, np.int64) * 2 + totals) // (2 * totals)
+    return np.asarray(np.diff(borders, axis=0, prepend=0))
+
+
+def wanted_samples(dataset: Dataset, sizes: IntArray) -> list[int]:
     """Number of samples of each part, copies included."""
     parts = list(zip(dataset.parts, sizes.tolist(), strict=True))
     weights = np.array([part.weight or 0.0 for part in dataset.parts])

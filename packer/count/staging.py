@@ -22,7 +22,13 @@ from isobatch.common.types import IntArray
 from isobatch.counting.record_counter import never_read_in
 from isobatch.counting.records.extras import Kinds, joined_kinds, types_of
 from isobatch.counting.records.fields import NeverRead, add_never_read
-from isobatch.counting.sample_counter import EXTRA_KINDS, Counted, blob_name, staged_schema
+from isobatch.counting.sample_counter import (
+    EXTRA_KINDS,
+    STAGED_SCHEMA,
+    Counted,
+    blob_name,
+    staged_schema,
+)
 from isobatch.shards.stored_group import EXTRAS, ExtraTypes
 from isobatch.shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
 
@@ -71,7 +77,7 @@ class Staging:
         """One file of all parts, in order; whole or not at all. The parts are then removed."""
         temporary = self.samples.with_suffix(".tmp")
         parts = [self.part(chunk) for chunk in range(num_chunks)]
-        schema = _read_part(parts[0]).schema
+        schema = _read_part(parts[0]).schema if parts else STAGED_SCHEMA
         if EXTRAS in schema.names:
             schema = staged_schema(joined_kinds(map(_extra_kinds, parts)))
         records = {"records_per_part": json.dumps(list(records_per_part))}
@@ -150,11 +156,26 @@ def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
     return tables[0], tables[1], records_per_part
 
 
+def usable_counts(rows: pa.Table | None) -> pa.Table:
+    """Counts of the usable samples of staged rows, of which the positions mean nothing."""
+    if rows is None:
+        return COUNTS_SCHEMA.empty_table()
+    batch = _one_batch(rows)
+    batch = batch.append_column("position", pa.array(np.arange(len(batch)), pa.int64()))
+    return _counts_of(batch.filter(pc.is_null(batch.column("reason"))))
+
+
 def staged_extras(staged: Path, names: Sequence[str]) -> ExtraTypes:
     """Types of those of the kept columns that have a value in any sample."""
+    return types_of(names, staged_kinds(staged))
+
+
+def staged_kinds(staged: Path) -> Kinds:
+    """Kinds of the values of the kept columns."""
     with pa.memory_map(str(staged)) as source:
         metadata = pa.ipc.open_file(source).schema.metadata
-    return types_of(names, json.loads(metadata[EXTRA_KINDS]))
+    kinds: Kinds = json.loads(metadata[EXTRA_KINDS])
+    return kinds
 
 
 def staged_never_read(

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +30,26 @@ OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Successive records of a file, which can be read without those before them."""
+
+    name: str
+    start: int = 0
+    """Where they begin: a byte, or a block of a table."""
+    stop: int | None = None
+    """Where the next piece begins; None: they go on to the end of the file."""
+    first: int = 0
+    """Number that the first of them has in the file."""
+    size: int = 0
+    """Bytes of the file that they take, about."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is the whole file."""
+        return self.start == 0 and self.stop is None
+
+
+@dataclass(frozen=True, slots=True)
 class Located:
     """Files of one layout."""
 
@@ -46,6 +66,8 @@ class Located:
     """Name of the dataset, where its description gives one."""
     unread: tuple[Unread, ...] = ()
     """Keys of that description which say something that nothing here does."""
+    pieces: tuple[Piece, ...] | None = None
+    """What is read of the files, in order; None: everything."""
 
     def identity(self) -> dict[str, str]:
         """What decides the records of the same files; empty for most."""
@@ -78,6 +100,26 @@ class Source(ABC):
             with _named(self.folder, name):
                 infos.append(self.folder.info(name))
         return infos
+
+    def pieces(self) -> Iterable[Piece]:
+        """What is read of the files, in order."""
+        if self.located.pieces is not None:
+            return self.located.pieces
+        return [Piece(info.name, size=info.size) for info in self.files()]
+
+    def cut(self, num_bytes: int) -> list[Piece] | None:
+        """The files in pieces of about `num_bytes`, or more where no reader can begin.
+
+        None for records that only a reader of all of them finds.
+        """
+        return None
+
+    def bytes_per_record(self) -> float:
+        """Bytes of the files that a record takes, about: by the first records."""
+        chunks = self.chunks(FIRST_RECORDS, lambda _: None)
+        records = islice((record for chunk in chunks for record in chunk.records()), FIRST_RECORDS)
+        lengths = [len(repr(record.value)) for record in records]
+        return max(1.0, sum(lengths) / max(1, len(lengths)))
 
     def describe(self) -> list[dict[str, Any]]:
         """The files for the manifest; no SHA-256, for that would read a whole dataset."""
@@ -136,6 +178,20 @@ def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
     """A file for reading; what goes wrong inside the `with` is a DataError that names the file."""
     with _named(folder, name), folder.open(name) as file:
         yield file
+
+
+def even_pieces(info: FileInfo, num_bytes: int) -> list[Piece]:
+    """A file in pieces of equal size, about `num_bytes`; whole if it is not much larger.
+
+    >>> even_pieces(FileInfo("a.jsonl", 10, ""), 4)[-1]
+    Piece(name='a.jsonl', start=5, stop=None, first=5, size=5)
+    """
+    number = max(1, round(info.size / max(1, num_bytes)))
+    borders = [info.size * place // number for place in range(number + 1)]
+    return [
+        Piece(info.name, start, end if end < info.size else None, start, end - start)
+        for start, end in pairwise(borders)
+    ]
 
 
 def has_file(folder: Folder, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from isobatch.packer.sources.base import Located, OnBytes, Source
+from isobatch.packer.sources.base import Located, OnBytes, Piece, Source
 from isobatch.shards.local_folder import FileInfo
 
 _NEXT_TO_TURNS = frozenset({"system", "system_prompt", "history", "tools", "input", "context"})
@@ -176,6 +176,14 @@ class RenamedSource(Source):
     def unread_columns(self) -> dict[str, str]:
         """Unread columns of the source."""
         return self._source.unread_columns()
+
+    def cut(self, num_bytes: int) -> list[Piece] | None:
+        """Pieces of the source."""
+        return self._source.cut(num_bytes)
+
+    def bytes_per_record(self) -> float:
+        """Bytes of the source's records."""
+        return self._source.bytes_per_record()
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The chunks of the source; records get their names where they are counted."""

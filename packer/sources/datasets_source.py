@@ -15,6 +15,7 @@ from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
     Located,
     OnBytes,
+    Piece,
     Source,
     cut,
     examples,
@@ -78,10 +79,14 @@ class DatasetsSource(Source):
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, streamed here: only the builder finds where one ends."""
-        infos = self.files()
-        for group in [infos] if self._together else [[info] for info in infos]:
-            yield from cut(self._records([info.name for info in group]), num_records)
-            on_bytes(sum(info.size for info in group))
+        pieces = list(self.pieces())
+        for group in [pieces] if self._together else [[piece] for piece in pieces]:
+            yield from cut(self._records([piece.name for piece in group]), num_records)
+            on_bytes(sum(piece.size for piece in group))
+
+    def cut(self, num_bytes: int) -> list[Piece] | None:
+        """Files; those of a folder whose table of metadata names the others stay together."""
+        return None if self._together else list(self.pieces())
 
     def columns(self) -> set[str]:
         """Columns of the first row, also those that no record is read from."""

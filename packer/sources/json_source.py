@@ -18,10 +18,19 @@ from typing import IO, Any
 from isobatch.common.errors import DataError
 from isobatch.counting.records.record import MOST_DEPTH, TOO_DEEP, Chunk, RawRecord, is_deep
 from isobatch.counting.records.schemas import CONTENT_KEYS
-from isobatch.packer.sources.base import OnBytes, Source, cut
+from isobatch.packer.sources.base import (
+    FIRST_RECORDS,
+    OnBytes,
+    Piece,
+    Source,
+    cut,
+    even_pieces,
+    opened,
+)
 from isobatch.packer.sources.sampling import Sampling
 from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import Folder, join
+from isobatch.shards.local_folder import FileInfo
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20
@@ -54,11 +63,40 @@ class AnnotationSource(Source):
                 records = iter(islice(records, *subset.borders(total, self.located.folder)))
             yield from cut(records, num_records)
             return
-        for name in self.located.names:
-            yield from cut(self._records(name, on_bytes), num_records)
+        for piece in self.pieces():
+            if piece.is_file:
+                records = self._records(piece.name, on_bytes)
+            else:
+                records = read_json_piece(self.folder, piece, on_bytes=on_bytes)
+            yield from cut(records, num_records)
 
     def _records(self, name: str, on_bytes: OnBytes = lambda _: None) -> Iterator[RawRecord]:
         return read_json_records(self.folder, name, on_bytes=on_bytes)
+
+    def cut(self, num_bytes: int) -> list[Piece] | None:
+        """JSON lines by bytes, arrays between records, compressed files whole.
+
+        An array is read for it, since only a parser finds where a record begins.
+        """
+        if {"sampling", "subset"} & dict(self.located.options).keys():
+            return None
+        pieces: list[Piece] = []
+        for info in self.files():
+            even = even_pieces(info, num_bytes)
+            if info.name.endswith(".gz") or len(even) == 1:
+                pieces.append(Piece(info.name, size=info.size))
+            elif _has_lines(self.folder, info.name):
+                pieces += even
+            else:
+                pieces += _array_pieces(self.folder, info, num_bytes)
+        return pieces
+
+    def bytes_per_record(self) -> float:
+        """By the first records of the first file."""
+        first = islice(self._records(self.located.names[0]), FIRST_RECORDS)
+        lengths = [len(json.dumps(record.value, ensure_ascii=False)) + 2 for record in first]
+        packed = 8 if self.located.names[0].endswith(".gz") else 1
+        return max(1.0, sum(lengths) / max(1, len(lengths)) / packed)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, size and SHA-256 of each file."""
@@ -89,9 +127,114 @@ def read_json_records(
         raise DataError(f"{path}: cannot be read: {reason}") from None
 
 
+def read_json_piece(
+    folder: Folder, piece: Piece, *, on_bytes: OnBytes = lambda _: None
+) -> Iterator[RawRecord]:
+    """Records of a part of a file, as `AnnotationSource.cut` gives it.
+
+    Their positions begin at its `first`: of JSON lines a byte, for nobody has counted those before.
+    """
+    path = join(folder.uri, piece.name)
+    try:
+        with folder.open(piece.name) as raw:
+            raw.seek(0)
+            beginning = _Window(raw, lambda: None)
+            has_lines = _lines_in(beginning, path)
+            in_brackets = beginning.skip(_SEPARATORS) == "["
+            part: Any = _Lines(raw, piece) if has_lines else _Range(raw, piece)
+            window = _Window(part, _progress_in(raw, on_bytes))
+            if in_brackets and piece.start == 0:
+                window.skip(_SEPARATORS)
+                window.advance(1)
+            values = (
+                _line_records(window)
+                if has_lines
+                else _array_records(window, in_brackets=in_brackets and piece.stop is None)
+            )
+            where = f"after byte {piece.start:,}, " if piece.start else ""
+            for position, (value, broken) in enumerate(values, piece.first):
+                yield RawRecord(position, value, broken and where + broken)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read: {reason}") from None
+
+
+class _Range:
+    """The bytes of a piece."""
+
+    def __init__(self, file: IO[bytes], piece: Piece) -> None:
+        self._file = file
+        self._stop = piece.stop
+        file.seek(piece.start)
+
+    def read(self, size: int) -> bytes:
+        if self._stop is not None:
+            size = min(size, self._stop - self._file.tell())
+        return self._file.read(size)
+
+
+class _Lines:
+    """The lines that begin in a piece."""
+
+    def __init__(self, file: IO[bytes], piece: Piece) -> None:
+        self._file = file
+        self._stop = piece.stop
+        self._has_ended = False
+        file.seek(max(piece.start - 1, 0))
+        if piece.start:
+            self._skip_line()
+
+    def _skip_line(self) -> None:
+        """Go to the first line that begins in the piece, if one does."""
+        while block := self._file.read(BLOCK_BYTES):
+            end = block.find(b"\n")
+            if end >= 0:
+                begin = self._file.tell() - len(block) + end + 1
+                self._file.seek(begin)
+                self._has_ended = self._stop is not None and begin >= self._stop
+                return
+
+    def read(self, size: int) -> bytes:
+        if self._has_ended:
+            return b""
+        begin = self._file.tell()
+        block = self._file.read(size)
+        if self._stop is not None and begin + len(block) >= self._stop:
+            # the last line begins before `stop`, and ends at the first break from there on
+            end = block.find(b"\n", max(self._stop - 1 - begin, 0))
+            if end >= 0:
+                self._has_ended = True
+                return block[: end + 1]
+        return block
+
+
+def _has_lines(folder: Folder, name: str) -> bool:
+    with opened(folder, name) as raw:
+        return _lines_in(_Window(raw, lambda: None), join(folder.uri, name))
+
+
+def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[Piece]:
+    """An array in pieces of about `num_bytes`: reads it once."""
+    borders = [(0, 0)]
+    with opened(folder, info.name) as raw:
+        window = _Window(raw, lambda: None)
+        values = _values(window, join(folder.uri, info.name))
+        for number, _ in enumerate(values, 1):
+            # what was read is a little ahead of what was parsed
+            if window.num_read >= borders[-1][0] + num_bytes:
+                place = window.place()
+                if place >= borders[-1][0] + num_bytes and info.size - place > num_bytes // 2:
+                    borders.append((place, number))
+    ends = [*(place for place, _ in borders[1:]), None]
+    return [
+        Piece(info.name, start, end, first, (info.size if end is None else end) - start)
+        for (start, first), end in zip(borders, ends, strict=True)
+    ]
+
+
 def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
     """Tells of bytes of the file, which are fewer than those that come out of it if unpacked."""
-    last = 0
+    last = raw.tell()
 
     def report() -> None:
         nonlocal last
@@ -102,13 +245,21 @@ def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
 
 
 def _values(window: "_Window", path: str) -> Iterator[Parsed]:
+    if _lines_in(window, path):
+        return _line_records(window)
+    in_brackets = window.skip(_SEPARATORS) == "["
+    if in_brackets:
+        window.advance(1)
+    return _array_records(window, in_brackets=in_brackets)
+
+
+def _lines_in(window: "_Window", path: str) -> bool:
+    """Whether a file has JSON lines, by its beginning; DataError for any other content."""
     first = window.skip(_SEPARATORS)
     if first == "[":
-        window.advance(1)
-        return _array_records(window)
+        return False
     if first == "{":
-        lines = _is_one_line(window)
-        return _line_records(window) if lines else _array_records(window, in_brackets=False)
+        return _is_one_line(window)
     problem = f"begins with {first!r}" if first else "is empty"
     raise DataError(f"{path}: {problem}; a JSON array or JSON lines of records are expected")
 
@@ -125,6 +276,13 @@ class _Window:
         self.start = 0
         self.at_end = False
         self.line = 1
+        self.num_read = 0
+
+    def place(self) -> int:
+        """Byte of the file at which the undecoded rest begins."""
+        rest = self.text[self.start :].encode("utf-8", "surrogateescape")
+        pending: bytes = self._decoder.getstate()[0]
+        return self.num_read - len(rest) - len(pending)
 
     def fill(self, at_least: int = 1) -> bool:
         """Append at least so many characters if the file has them; False at its end."""
@@ -134,6 +292,7 @@ class _Window:
         size = len(parts[0])
         while not self.at_end and size < wanted:
             block = self._file.read(BLOCK_BYTES)
+            self.num_read += len(block)
             self._on_read()
             self.at_end = not block
             parts.append(self._decoder.decode(block, self.at_end))

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -22,6 +23,7 @@ from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
     Located,
     OnBytes,
+    Piece,
     Source,
     cut,
     examples,
@@ -133,30 +135,63 @@ class TableSource(Source):
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Ranges of rows; only footers and headers are read here, except for very large blocks."""
-        for info in self.files():
-            if self.located.layout == "arrow" and is_uri(self.located.folder):
-                yield from cut(self._streamed(info.name), num_records)
-                on_bytes(info.size)
+        for piece in self.pieces():
+            if self._is_streamed:
+                yield from cut(self._streamed(piece.name), num_records)
+                on_bytes(piece.size)
                 continue
-            with _open_table(self.folder, info.name) as table:
-                where = join(self.located.folder, info.name)
+            with _open_table(self.folder, piece.name) as table:
+                where = join(self.located.folder, piece.name)
                 columns = known_columns(table.columns, where, self.located)
-                blocks = table.blocks(columns)
-            new = partial(TableChunk, self.located.folder, info.name, columns)
+                blocks = table.blocks(columns)[piece.start : piece.stop]
+            new = partial(TableChunk, self.located.folder, piece.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
             reported = 0
-            for chunk in _chunks(new, blocks, num_records):
+            for chunk in _chunks(new, blocks, num_records, piece):
                 yield chunk
                 if isinstance(chunk, TableChunk):
-                    end = chunk.first_row + chunk.skip + chunk.count
-                    on_bytes(info.size * end // num_rows - reported)
-                    reported = info.size * end // num_rows
-            on_bytes(info.size - reported)
+                    end = chunk.first_row + chunk.skip + chunk.count - piece.first
+                    on_bytes(piece.size * end // num_rows - reported)
+                    reported = piece.size * end // num_rows
+            on_bytes(piece.size - reported)
+
+    def cut(self, num_bytes: int) -> list[Piece] | None:
+        """Files, and large ones by row groups or record batches."""
+        pieces: list[Piece] = []
+        for info in self.files():
+            number = max(1, round(info.size / max(1, num_bytes)))
+            blocks: list[Block] = []
+            if number > 1 and not self._is_streamed:
+                with _open_table(self.folder, info.name) as table:
+                    blocks = table.blocks(table.columns)
+            rows = np.cumsum([0, *(rows for rows, _ in blocks)])
+            # blocks whose middle is in one of the equal parts of all rows
+            part = (rows[:-1] + rows[1:]) * number // max(2 * int(rows[-1]), 1)
+            starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist() or [0]
+            bytes_before = [info.size * int(row) // max(int(rows[-1]), 1) for row in rows]
+            for start, stop in zip(starts, [*starts[1:], None], strict=True):
+                end = info.size if stop is None else bytes_before[stop]
+                size = end - bytes_before[start]
+                pieces.append(Piece(info.name, start, stop, int(rows[start]), size))
+        return pieces
+
+    def bytes_per_record(self) -> float:
+        """By the rows of the first file."""
+        if self._is_streamed:
+            return super().bytes_per_record()
+        info = self.files()[0]
+        with _open_table(self.folder, info.name) as table:
+            return info.size / max(1, sum(rows for rows, _ in table.blocks(())))
+
+    @property
+    def _is_streamed(self) -> bool:
+        """Whether files are read from their beginning only."""
+        return self.located.layout == "arrow" and is_uri(self.located.folder)
 
     def columns(self) -> set[str]:
         """Columns of the first file, also those that no record is read from."""
         name = self.files()[0].name
-        if self.located.layout == "arrow" and is_uri(self.located.folder):
+        if self._is_streamed:
             with opened(self.folder, name) as file:
                 return set(pa.ipc.open_stream(file).schema.names)
         with _open_table(self.folder, name) as table:
@@ -168,7 +203,7 @@ class TableSource(Source):
             return {}
         name = infos[0].name
         where = join(self.located.folder, name)
-        if self.located.layout == "arrow" and is_uri(self.located.folder):
+        if self._is_streamed:
             with opened(self.folder, name) as file:
                 reader = pa.ipc.open_stream(file)
                 unread = _without(reader.schema.names, where, self.located)
@@ -213,11 +248,14 @@ def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 # --- blocks -> chunks ---
 
 
-def _chunks(new: NewChunk, blocks: Sequence[Block], num_records: int) -> Iterator[Chunk]:
-    """The chunks of a file."""
+def _chunks(
+    new: NewChunk, blocks: Sequence[Block], num_records: int, piece: Piece
+) -> Iterator[Chunk]:
+    """The chunks of a piece of a file; `blocks` are those of the piece."""
     joined: list[int] = []
-    row = joined_rows = joined_bytes = 0
-    for number, (rows, num_bytes) in enumerate(blocks):
+    joined_rows = joined_bytes = 0
+    row = piece.first
+    for number, (rows, num_bytes) in enumerate(blocks, piece.start):
         is_large = rows > num_records or num_bytes > CHUNK_BYTES
         is_full = joined_rows + rows > num_records or joined_bytes + num_bytes > CHUNK_BYTES
         if joined and (is_large or is_full):

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -32,7 +33,15 @@ from isobatch.counting.headers.content_kind import kind_of_content
 from isobatch.counting.records.media import Media
 from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
 from isobatch.counting.records.schemas import RECORD_KEYS
-from isobatch.packer.sources.base import Located, OnBytes, Source, cut, opened, prefix_under
+from isobatch.packer.sources.base import (
+    Located,
+    OnBytes,
+    Piece,
+    Source,
+    cut,
+    opened,
+    prefix_under,
+)
 from isobatch.packer.sources.trainers.energon import FieldMap
 from isobatch.shards.folders import open_folder
 
@@ -56,6 +65,8 @@ MASKS = frozenset({"seg", "mask", "depth", "normal", "edge"})
 """Names of images (`KEY.seg.png`) that say something of the sample's image: not pictures to see."""
 HEAD_BYTES = 192
 """First bytes that are enough for all kinds, transport streams included."""
+FIRST_SAMPLES = 200
+"""Samples of the first tar that say how large a sample is."""
 TEXT_SUFFIXES = ("txt", "caption")
 QUESTION, ANSWERS = "context", "answers"
 """Names of Energon's VQA: `KEY.context.txt` and `KEY.answers.json`."""
@@ -169,28 +180,73 @@ class TarSource(Source):
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         options = dict(self.located.options)
         borders = self._borders(options)
-        for place, info in enumerate(self.files()):
+        places = {name: place for place, name in enumerate(self.located.names)}
+        for piece in self.pieces():
+            place = places[piece.name]
             if borders and borders[place][0] >= borders[place][1]:
-                on_bytes(info.size)
+                on_bytes(piece.size)
                 continue
-            excluded = [name.partition(f"{info.name}/") for name in options.get("exclude", ())]
+            excluded = [name.partition(f"{piece.name}/") for name in options.get("exclude", ())]
             whole = TarChunk(
                 self.located.folder,
-                info.name,
-                self._prefix + info.name,
+                piece.name,
+                self._prefix + piece.name,
+                start=piece.start,
+                end=piece.stop,
+                first=piece.first,
                 fields=options.get("fields"),
                 exclude=frozenset(key for before, _, key in excluded if not before and key),
                 count=options["counts"][place] if "counts" in options else None,
                 borders=borders[place] if borders else None,
             )
-            if _is_compressed(info.name):
+            if _is_compressed(piece.name):
                 yield from cut(whole.records(), num_records)
-                on_bytes(info.size)
-            elif info.size <= WHOLE_TAR_BYTES:
+                on_bytes(piece.size)
+            elif piece.size <= WHOLE_TAR_BYTES:
                 yield whole
-                on_bytes(info.size)
+                on_bytes(piece.size)
             else:
-                yield from self._cut(whole, num_records, info.size, on_bytes)
+                yield from self._cut(whole, num_records, piece.size, on_bytes)
+
+    def cut(self, num_bytes: int) -> list[Piece] | None:
+        """Tars, and large ones between samples: the headers of those are read."""
+        if "subset" in dict(self.located.options):
+            return None
+        pieces: list[Piece] = []
+        for info in self.files():
+            if info.size < 2 * num_bytes or _is_compressed(info.name):
+                pieces.append(Piece(info.name, size=info.size))
+                continue
+            borders = [(0, 0)]
+            whole = TarChunk(self.located.folder, info.name, info.name)
+            for number, border in enumerate(self._sample_borders(whole)):
+                if border - borders[-1][0] >= num_bytes:
+                    borders.append((border, number))
+            ends = [*(border for border, _ in borders[1:]), None]
+            pieces += [
+                Piece(info.name, start, end, first, (info.size if end is None else end) - start)
+                for (start, first), end in zip(borders, ends, strict=True)
+            ]
+        return pieces
+
+    def bytes_per_record(self) -> float:
+        """By the first samples of the first tar."""
+        info = self.files()[0]
+        whole = TarChunk(self.located.folder, info.name, info.name)
+        if _is_compressed(info.name):
+            return super().bytes_per_record()
+        borders = list(islice(self._sample_borders(whole), FIRST_SAMPLES + 1))
+        if len(borders) <= FIRST_SAMPLES:
+            return info.size / max(1, len(borders))
+        return (borders[-1] - borders[0]) / FIRST_SAMPLES
+
+    def _sample_borders(self, chunk: TarChunk) -> Iterator[int]:
+        """Offset of the first header of each sample of a chunk."""
+        with opened(self.folder, chunk.name) as file:
+            members = read_members(file, chunk.start, chunk.end)
+            for sample in _not_torn(_samples(members), chunk.container):
+                if sample.members:
+                    yield sample.members[0].header
 
     def _borders(self, options: dict[str, Any]) -> list[tuple[int, int]]:
         """First sample and the one after the last that are read of each tar; empty: all of all."""
@@ -205,18 +261,14 @@ class TarSource(Source):
     def _cut(
         self, whole: TarChunk, num_records: int, size: int, on_bytes: OnBytes
     ) -> Iterator[Chunk]:
-        start = first = 0
-        with opened(self.folder, whole.name) as file:
-            samples = _not_torn(_samples(read_members(file)), whole.container)
-            # offset of the first header of each sample
-            borders = (sample.members[0].header for sample in samples if sample.members)
-            for number, border in enumerate(borders):
-                if number - first == num_records:
-                    yield replace(whole, start=start, end=border, first=first)
-                    on_bytes(border - start)
-                    start, first = border, number
+        start, first = whole.start, whole.first
+        for number, border in enumerate(self._sample_borders(whole), whole.first):
+            if number - first == num_records:
+                yield replace(whole, start=start, end=border, first=first)
+                on_bytes(border - start)
+                start, first = border, number
         yield replace(whole, start=start, first=first)
-        on_bytes(size - start)
+        on_bytes(size - (start - whole.start))
 
 
 def _is_compressed(name: str) -> bool:

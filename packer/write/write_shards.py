@@ -17,7 +17,7 @@ from isobatch.common.types import Groups, IntArray
 from isobatch.counting.pack_block import CountedBlock, PackOptions, pack_block
 from isobatch.packer.count.staging import StagedSamples, Staging
 from isobatch.shards.arrow_shards import ArrowShardWriter
-from isobatch.shards.folders import open_folder, open_object_folder
+from isobatch.shards.folders import is_uri, open_folder, open_object_folder
 from isobatch.shards.index import IndexPart, read_shard_file
 from isobatch.shards.manifest import TAR_FORMATS, BuildFile, ShardFormat
 from isobatch.shards.stored_group import ShardWriter
@@ -35,10 +35,12 @@ SLAB_BYTES = 8 << 20
 class WriteConfig:
     """What is the same for all shards of a build; plain values, for other processes."""
 
+    work: str
+    """Folder of the unfinished partition, with its staged samples."""
     out: str
-    """Folder of the build, or where one into an object store is prepared."""
-    uri: str | None = None
-    """URI that shards go to once they are written; None: they stay in the folder."""
+    """Folder or URI of the build, which shards go to once they are written."""
+    partition: int | None = None
+    """Number that the names of the shards begin with; None: of the only partition."""
     data_roots: tuple[str, ...]
     """Data root of each part of the dataset."""
     has_videos: bool = False
@@ -80,14 +82,19 @@ class ShardTask:
         )
 
 
-def shard_name(shard: int, shard_format: ShardFormat) -> str:
-    """Path of a shard under the build directory."""
-    return f"shards/shard-{shard:05d}.{'tar' if shard_format in TAR_FORMATS else 'arrow'}"
+def shard_name(shard: int, shard_format: ShardFormat, partition: int | None = None) -> str:
+    """Path of a shard under the build directory.
+
+    >>> shard_name(2, "arrow"), shard_name(2, "webdataset", partition=7)
+    ('shards/shard-00002.arrow', 'shards/shard-00007-00002.tar')
+    """
+    number = f"{shard:05d}" if partition is None else f"{partition:05d}-{shard:05d}"
+    return f"shards/shard-{number}.{'tar' if shard_format in TAR_FORMATS else 'arrow'}"
 
 
-def index_part(out: Path, shard: int) -> Path:
-    """File of a shard's index rows while the build is unfinished."""
-    return out / "staging" / "index" / f"shard-{shard:05d}.arrow"
+def index_part(work: Path, shard: int) -> Path:
+    """File of a shard's index rows while the partition is unfinished."""
+    return work / "staging" / "index" / f"shard-{shard:05d}.arrow"
 
 
 def sample_bytes(counts: pa.Table, *, with_media: bool = True) -> IntArray:
@@ -112,16 +119,16 @@ def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> lis
 def write_shard(task: ShardTask) -> int:
     """Write a shard and then its index rows, unless these exist; -> its number."""
     config = task.config
-    out = Path(task.config.out)
-    part = index_part(out, task.shard)
-    name = shard_name(task.shard, config.packing.format)
+    work = Path(config.work)
+    part = index_part(work, task.shard)
+    name = shard_name(task.shard, config.packing.format, config.partition)
     if part.exists() and _is_there(config, read_shard_file(part)):
         return task.shard
-    staging = Staging(out / "staging")
+    staging = Staging(work / "staging")
     state = staging.samples.stat()
     staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns).take(task.positions)
     index = IndexPart(task.shard, config.pad_each_to)
-    temporary = out / (name + ".tmp")
+    temporary = part.with_suffix(".shard")
     writer: ShardWriter
     packing = config.packing
     if packing.format in TAR_FORMATS:
@@ -141,11 +148,11 @@ def write_shard(task: ShardTask) -> int:
         ]
     writer.close()
     index.finish(name, temporary)
-    if config.uri is None:
-        temporary.replace(out / name)
-    else:
-        open_object_folder(config.uri).put(name, temporary)
+    if is_uri(config.out):
+        open_object_folder(config.out).put(name, temporary)
         temporary.unlink()
+    else:
+        temporary.replace(Path(config.out, name))
     index.save(part)
     return task.shard
 
@@ -153,7 +160,7 @@ def write_shard(task: ShardTask) -> int:
 def _is_there(config: WriteConfig, file: BuildFile) -> bool:
     """Whether a shard is where it belongs, in its full length."""
     try:
-        info = open_folder(config.uri or config.out, follow_links=True).info(file.name)
+        info = open_folder(config.out, follow_links=True).info(file.name)
     except FileNotFoundError:
         return False
     return info.size == file.size

@@ -21,6 +21,7 @@ from isobatch.models.presets import load_model
 from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import locked
 from isobatch.packer.config import BuildConfig
+from isobatch.packer.partitions.partition import Partition
 from isobatch.packer.verify import verify_build
 from isobatch.shards.manifest import read_manifest
 from isobatch.shards.tables import read_groups
@@ -195,14 +196,14 @@ def test_an_image_that_changes_between_counting_and_writing_is_rejected_by_name(
     folder = tmp_path / "raw"
     write_dataset(folder, good_records(folder, 20))
     victim = sorted((folder / "images").iterdir())[0]
-    plain = Builder._group
+    plain = Partition._group
 
     def group_then_change(self, *tables):
         grouping = plain(self, *tables)
         victim.write_bytes(b"other")
         return grouping
 
-    monkeypatch.setattr(Builder, "_group", group_then_change)
+    monkeypatch.setattr(Partition, "_group", group_then_change)
     summary = build(folder, tmp_path / "out")
     assert {reason: entry.number for reason, entry in summary.rejected.items()} == {
         "media_changed": 1
@@ -310,7 +311,7 @@ def test_overwrite_removes_only_what_a_build_made(dataset, tmp_path):
 
 def test_an_unfinished_build_of_other_settings_is_not_continued(dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Builder, "_write", lambda *_: 1 / 0)
+        patch.setattr(Partition, "_write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build(dataset, tmp_path / "out")
     with pytest.raises(DataError, match="unfinished build of other data or settings"):

@@ -46,9 +46,10 @@ input()
 """
 
 
-def begin(folder, out, executor):
+def begin(folder, out, executor, **changes):
     """A build's process, forked from one that has imported what it needs."""
     settings = options(folder, out, executor=executor, workers=2, chunk_records=8, format="arrow")
+    settings |= changes
     file = out.parent / f"{out.name}.toml"
     file.write_text(
         "\n".join(f"{name} = {value!r}" for name, value in {**settings, "shard_mb": 1}.items())
@@ -60,9 +61,9 @@ def begin(folder, out, executor):
     return process
 
 
-def run(folder, out, executor):
+def run(folder, out, executor, **changes):
     """-> what it wrote to stderr."""
-    process = begin(folder, out, executor)
+    process = begin(folder, out, executor, **changes)
     process.join(RUN_S)
     said = out.with_name(f"{out.name}.printed").joinpath("stderr").read_text()
     assert process.exitcode == 0, said

@@ -13,7 +13,14 @@ import pytest
 
 from isobatch.common.errors import DamagedShard, DataError
 from isobatch.common.types import COUNT_COLUMNS
-from isobatch.shards.index import INDEX_COLUMNS, IndexPart, index_schema, merge_index, open_index
+from isobatch.shards.index import (
+    INDEX_COLUMNS,
+    IndexPart,
+    index_schema,
+    join_parts,
+    merge_index,
+    open_index,
+)
 from isobatch.shards.manifest import read_manifest
 from support.builds.shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
 
@@ -183,7 +190,9 @@ def test_each_column_of_the_index_is_as_wide_as_its_largest_value(tmp_path):
     part = IndexPart(shard=0)
     part.rows = [pa.table({**values, "sample_ids": [["a"], ["b"], ["c"]]}, schema=INDEX_SCHEMA)]
     part.save(tmp_path / "part.arrow")
-    merge_index([tmp_path / "part.arrow"], tmp_path)
+    figures = join_parts([tmp_path / "part.arrow"], tmp_path / "rows.arrow")
+    assert (figures.num_groups, figures.largest["offset"]) == (3, 2**33)
+    merge_index([tmp_path / "rows.arrow"], [figures], [1], tmp_path)
     with pa.ipc.open_file(tmp_path / "index.arrow") as written:
         table = written.read_all()
     types = {"offset": "uint64", "length": "uint32", "checksum": "uint64"}

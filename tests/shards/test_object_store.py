@@ -18,6 +18,7 @@ import pytest
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
+from isobatch.packer.partitions.partition import Partition
 from isobatch.packer.upload import work_folder
 from isobatch.packer.verify import verify_build
 from isobatch.packer.write.energon_files import META, META_NAMES
@@ -284,7 +285,7 @@ def test_overwrite_removes_only_what_a_build_made(place, dataset, tmp_path):
 @IN_EVERY_STORE
 def test_two_work_folders_do_not_build_into_one_place(place, dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Builder, "_group", lambda *_: 1 / 0)
+        patch.setattr(Partition, "_group", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build(dataset, place)
     with pytest.raises(

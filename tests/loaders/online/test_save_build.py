@@ -13,6 +13,7 @@ from isobatch.loaders import BalancedLoader, StreamingLoader
 from isobatch.packer import build as packer_build
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
+from isobatch.packer.partitions import partition
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import is_complete, read_manifest
 from support.builds.packed import digests, quiet
@@ -138,13 +139,18 @@ def test_a_dataset_at_a_place_becomes_the_same_bytes(folder, tmp_path, monkeypat
 def test_only_a_whole_build_opens(folder, tmp_path, monkeypatch, capfd):
     rows = json.loads((folder / "annotations.json").read_text())
     out, loader = tmp_path / "out", opened(rows, data_root=str(folder))
-    for name in ("group_counts", "merge_index", "write_manifest"):
+    stages = {
+        "group_counts": partition,
+        "merge_index": packer_build,
+        "write_manifest": packer_build,
+    }
+    for name, module in stages.items():
         with monkeypatch.context() as patch:
 
             def fail(*_, **__):
                 raise KeyboardInterrupt
 
-            patch.setattr(packer_build, name, fail)
+            patch.setattr(module, name, fail)
             with pytest.raises(KeyboardInterrupt):
                 loader.save_build(out)
         assert not is_complete(str(out))

@@ -1,0 +1,117 @@
+"""Packed partitions of an unfinished build, where all that work on it find them.
+
+Each is a folder below `staging/partitions` of the build, with its tables, its index rows, and
+`partition.json`, which says that the rest is there. In a folder it comes whole, by a renaming; in
+an object store that file comes last. Who packs a partition again brings the same bytes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import NamedTemporaryFile, mkdtemp
+
+from isobatch.packer.partitions.partition import ROWS_NAME, CountedPartition, PackedPartition
+from isobatch.shards.folders import is_uri, join, on_disk, open_folder, open_object_folder
+from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+
+FIGURES_NAME = "partition.json"
+TABLES = (COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+FOLDER = "staging/partitions"
+
+
+class Results:
+    """The packed partitions of the build at a folder or URI."""
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+
+    def read(self, number: int) -> PackedPartition | None:
+        """The figures of a partition; None if nobody has finished it."""
+        try:
+            content = open_folder(self.out, follow_links=True).read(self._name(number))
+        except FileNotFoundError:
+            return None
+        return PackedPartition.from_json(content.decode())
+
+    def read_counted(self, number: int) -> CountedPartition | None:
+        """What was counted of a partition; None if nobody has yet."""
+        text = self.read_text(_counted_name(number))
+        return None if text is None else CountedPartition(**json.loads(text))
+
+    def save_counted(self, number: int, counted: CountedPartition) -> None:
+        """Bring what was counted of a partition."""
+        self.save_text(_counted_name(number), json.dumps(asdict(counted)))
+
+    def read_text(self, name: str) -> str | None:
+        """A text that all partitions need; None if nobody has saved it."""
+        try:
+            return open_folder(self.out, follow_links=True).read(f"{FOLDER}/{name}").decode()
+        except FileNotFoundError:
+            return None
+
+    def save_text(self, name: str, text: str) -> None:
+        """Save a text, whole or not at all; who saves it again saves the same."""
+        if is_uri(self.out):
+            open_object_folder(self.out).put(f"{FOLDER}/{name}", text.encode())
+            return
+        folder = Path(self.out, FOLDER)
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, folder / name)
+
+    def missing(self, count: int) -> list[int]:
+        """Numbers of the partitions that nobody has finished yet."""
+        folder = open_folder(self.out, follow_links=True)
+        names = {info.name for info in folder.files(FOLDER)}
+        return [number for number in range(count) if self._name(number) not in names]
+
+    def publish(self, number: int, packed: PackedPartition, work: Path) -> None:
+        """Bring a partition that is packed in a work folder, and remove that."""
+        files = [(work / name, name) for name in TABLES]
+        files.append((work / "staging" / ROWS_NAME, ROWS_NAME))
+        target = f"{FOLDER}/{number:05d}"
+        if is_uri(self.out):
+            bucket = open_object_folder(self.out)
+            for file, name in files:
+                bucket.put(f"{target}/{name}", file)
+            bucket.put(self._name(number), packed.to_json().encode())
+        else:
+            folder = Path(self.out, FOLDER)
+            folder.mkdir(parents=True, exist_ok=True)
+            whole = Path(mkdtemp(prefix="new-", dir=folder))
+            for file, name in files:
+                os.replace(file, whole / name)
+            (whole / FIGURES_NAME).write_text(packed.to_json(), "utf-8")
+            try:
+                whole.rename(folder / f"{number:05d}")
+            except OSError:  # somebody else was first, with the same bytes
+                shutil.rmtree(whole)
+        shutil.rmtree(work, ignore_errors=True)
+
+    @contextmanager
+    def opened(self, number: int, names: Sequence[str]) -> Iterator[Path]:
+        """A folder of this machine with files of a partition."""
+        with on_disk(join(self.out, f"{FOLDER}/{number:05d}"), names) as folder:
+            yield folder
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        if is_uri(self.out):
+            bucket = open_object_folder(self.out)
+            bucket.delete([info.name for info in bucket.files(FOLDER)])
+        else:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(Path(self.out, FOLDER))
+
+    @staticmethod
+    def _name(number: int) -> str:
+        return f"{FOLDER}/{number:05d}/{FIGURES_NAME}"
+
+
+def _counted_name(number: int) -> str:
+    return f"counted-{number:05d}.json"

@@ -1,0 +1,157 @@
+"""Builds of several partitions: the same bytes whoever packs them, and nothing is lost."""
+
+import json
+import random
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+
+from isobatch.common.errors import ConfigError, DataError
+from isobatch.loaders import StreamingLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.verify import require_intact, verify_build
+from isobatch.shards.manifest import is_complete, read_manifest
+from support.builds.packed import build, digests, quiet, read_index, read_samples
+from support.builds.raw_data import good_records, options, record, write_dataset
+
+SAMPLES = 2600
+
+
+def make_raw(folder):
+    """Few records with images and many with text alone, some of which cannot be used."""
+    draw = random.Random(3)
+    rows = good_records(folder, 40)
+    rows += [
+        record(number, text="word " * draw.randrange(20), answer="word " * draw.randrange(1, 20))
+        for number in range(40, SAMPLES)
+    ]
+    rows[100]["conversations"] = []
+    rows[2000]["image"] = "images/none.png"
+    for place, row in enumerate(rows):
+        row["score"] = place / 2 if place % 2 else place
+    return write_dataset(folder, rows, lines=True)
+
+
+CUT = {"partition_samples": 1000, "max_seq_len": 2048, "shard_mb": 1, "chunk_records": 256}
+
+
+@pytest.fixture(scope="module")
+def raw(shared):
+    return shared("partitions raw", make_raw)
+
+
+@pytest.fixture(scope="module")
+def packed(raw, shared):
+    return shared("partitions packed", lambda folder: build(raw, folder / "out", **CUT)) / "out"
+
+
+def test_every_sample_is_in_it_once_or_rejected_and_all_is_numbered_through(raw, packed):
+    manifest = read_manifest(packed)
+    assert len({file.name.split("-")[1] for file in manifest.shards}) > 2
+    totals = manifest.values["totals"]
+    assert totals["num_read"] == SAMPLES
+    assert (totals["num_packed"], totals["num_rejected"]) == (SAMPLES - 2, 2)
+    require_intact(verify_build(packed, quiet(), workers=1))
+    ids = [row["sample_id"] for row in read_samples(packed)]
+    assert sorted(ids) == sorted({f"s{n}" for n in range(SAMPLES)} - {"s100", "s2000"})
+    counts, groups, rejected = (
+        pq.read_table(packed / f"{name}.parquet").to_pylist()
+        for name in ("counts", "groups", "rejected")
+    )
+    positions = [row["position"] for row in (*counts, *rejected)]
+    assert sorted(positions) == list(range(SAMPLES))
+    assert [row["position"] for row in rejected] == sorted(row["position"] for row in rejected)
+    index = read_index(packed).to_pylist()
+    for group, row in zip(groups, index, strict=True):
+        assert [counts[place]["sample_id"] for place in group["samples"]] == row["sample_ids"]
+    assert manifest.values["config"]["partition_samples"] == 1000
+    loaded = Counter(
+        name for batch in StreamingLoader(packed, rank=0, world_size=1) for name in batch.sample_ids
+    )
+    assert loaded.keys() == set(ids)
+    assert set(loaded.values()) == {1}
+
+
+@pytest.mark.parametrize("workers", [3])
+def test_workers_change_no_byte(raw, packed, tmp_path, workers):
+    build(raw, tmp_path / "out", workers=workers, **CUT)
+    assert digests(tmp_path / "out") == digests(packed)
+
+
+def test_shares_in_any_order_and_twice_end_as_one_build(raw, packed, tmp_path, capfd):
+    out = tmp_path / "out"
+    order = [3, 1, 3, 1, 2]
+    for place, share in enumerate(order):
+        summary = build(raw, out, partitions=f"{share}/3", **CUT)
+        assert (summary is not None) == (place == len(order) - 1)
+        assert is_complete(str(out)) == (place == len(order) - 1)
+    assert digests(out) == digests(packed)
+    assert build(raw, out, partitions="2/3", **CUT).already_complete
+    with pytest.raises(ConfigError, match="--overwrite with --partitions"):
+        Builder(BuildConfig(**options(raw, out, partitions="2/3", **CUT)), quiet()).build(
+            overwrite=True
+        )
+    for wrong in ("0/4", "5/4", "1", "a/b", "1/4/2"):
+        with pytest.raises(ConfigError, match=f"--partitions {wrong}: give K/N"):
+            build(raw, out, partitions=wrong, **CUT)
+
+
+def test_a_share_of_other_data_or_settings_is_refused(raw, tmp_path):
+    out = tmp_path / "out"
+    assert build(raw, out, partitions="1/3", **CUT) is None
+    with pytest.raises(DataError, match="unfinished build of other data or settings"):
+        build(raw, out, partitions="2/3", **(CUT | {"partition_samples": 1500}))
+    with pytest.raises(DataError, match="unfinished build of other data or settings"):
+        build(raw, out, partitions="2/3", seed=5, **CUT)
+
+
+def test_weights_repeats_and_kept_columns_hold_over_all_partitions(raw, tmp_path):
+    mixture = tmp_path / "mixture.toml"
+    mixture.write_text(
+        f'[[datasets]]\nname = "a"\ndataset = "{raw}"\nweight = 3\n'
+        f'[[datasets]]\nname = "b"\ndataset = "{raw}"\nweight = 1\n'
+    )
+    first = build(mixture, tmp_path / "first", keep_columns=("score",), **CUT)
+    sources = Counter(
+        row["source"] for row in pq.read_table(tmp_path / "first" / "counts.parquet").to_pylist()
+    )
+    usable = SAMPLES - 2
+    assert sources == {"a": usable, "b": round(usable / 3)}
+    assert first.totals["num_packed"] == sum(sources.values())
+    assert read_manifest(tmp_path / "first").extras == {"score": "double"}
+    out = tmp_path / "shares"
+    shares = [f"{share}/3" for share in (2, 1, 3)]
+    for share in (*shares, *shares):  # each counts first, and packs when all are counted
+        build(mixture, out, keep_columns=("score",), partitions=share, **CUT)
+    assert digests(out) == digests(tmp_path / "first")
+    repeated = tmp_path / "repeated.toml"
+    repeated.write_text(f'[[datasets]]\ndataset = "{raw}"\nrepeat = 1.5\n')
+    summary = build(repeated, tmp_path / "repeated", **CUT)
+    assert summary.totals["num_packed"] == usable * 3 // 2
+    with pytest.raises(ConfigError, match="no usable record has a value in nothing"):
+        build(raw, tmp_path / "none", keep_columns=("nothing",), **CUT)
+
+
+def test_too_many_unusable_records_are_told_for_all_partitions(tmp_path):
+    rows = [record(number, answer="word " * 20) for number in range(2000)]
+    for row in rows[:400]:
+        row["image"] = "none.png"
+    folder = write_dataset(tmp_path / "raw", rows, lines=True)
+    with pytest.raises(DataError, match=r"400 of 2,000 samples \(20\.0%\) cannot be used"):
+        build(folder, tmp_path / "out", **CUT)
+    summary = build(folder, tmp_path / "more", max_rejected=0.25, **CUT)
+    assert summary.totals["num_rejected"] == 400
+    for row in rows:
+        row["image"] = "none.png"
+    folder = write_dataset(tmp_path / "bad", rows, lines=True)
+    with pytest.raises(DataError, match="none of the first records"):
+        build(folder, tmp_path / "nothing", **CUT)
+
+
+def test_one_partition_says_nothing_of_partitions(raw, tmp_path):
+    build(raw, tmp_path / "out", max_seq_len=2048)
+    values = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert "partition_samples" not in values["config"]
+    assert {shard["name"] for shard in values["shards"]} == {"shards/shard-00000.arrow"}
