@@ -97,6 +97,24 @@ def test_each_kind_of_request_takes_new_credentials(store, proxy, tmp_path, monk
     assert answers == answered
 
 
+@IN_EVERY_STORE
+def test_credentials_that_nobody_renews_are_one_line(store, proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr("isobatch.shards.object_folder._RENEWAL_S", 0.2)
+    issuer, file = Issuer(store, proxy), tmp_path / "credentials"
+    use_file(monkeypatch, issuer, proxy.endpoint, file)
+    uri = f"{store.uri}/{tmp_path.name}"
+    folder = ObjectFolder(uri)
+    folder.put("a", b"0123")
+    renewed = issuer.issue()
+    what = "refuses the credentials" if store.scheme == "gs" else "the credentials have expired"
+    for call in (folder.names, lambda: folder.read("a"), lambda: folder.put("b", b"x")):
+        with pytest.raises(DataError, match=rf"^{uri}: .*{what} \(") as error:
+            call()
+        assert "\n" not in str(error.value)
+    write_variables(file, renewed)
+    assert folder.names() == ["a"]
+
+
 class _Source(http.server.BaseHTTPRequestHandler):
     """Credentials of a machine, as AWS's container agent and Google's metadata server give them."""
 
