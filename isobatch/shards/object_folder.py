@@ -8,12 +8,14 @@ breaks off in the middle is continued, not repeated.
 import errno
 import io
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from operator import attrgetter
+from itertools import count
+from operator import attrgetter, methodcaller
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from obstore.exceptions import AlreadyExistsError, BaseError
 
@@ -39,6 +41,9 @@ _RETRIES, _RETRY_S = 10, 90.0
 _FIRST_RETRIES = 3
 """Retries of the first contact: a mistyped endpoint must not take a minute to come out."""
 _READ_TIMEOUT_S, _REQUEST_S = 30.0, 300.0
+_RENEWAL_S, _RENEWAL_PAUSE_S = 60.0, 0.5
+"""How long, and how often, new credentials are looked for when the store refuses those it took."""
+Answer = TypeVar("Answer")
 
 
 class ObjectFolder:
@@ -68,15 +73,14 @@ class ObjectFolder:
         """The file, seekable."""
         with self._reading(name) as key:
             try:
-                response = self._get(key, {"range": (0, HEAD_BYTES)})
+                head, meta = self._get(key, {"range": (0, HEAD_BYTES)})
             except BaseError as error:
                 if store_errors.status_of(str(error)) != store_errors.PAST_END:
                     raise
                 return io.BytesIO()
-            head = bytes(response.bytes())
-        if response.meta["size"] <= len(head):
+        if meta["size"] <= len(head):
             return io.BytesIO(head)
-        file = _RangedFile(self, name, response.meta, head)
+        file = _RangedFile(self, name, meta, head)
         return cast("IO[bytes]", io.BufferedReader(file, LEAST_WINDOW))
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -88,7 +92,7 @@ class ObjectFolder:
             options = {"range": (offset, offset + length)}
         with self._reading(name) as key:
             try:
-                return bytes(self._get(key, options).bytes())
+                return self._get(key, options)[0]
             except BaseError as error:
                 if store_errors.status_of(str(error)) != store_errors.PAST_END:
                     raise
@@ -107,45 +111,46 @@ class ObjectFolder:
         if version is not None:
             options["if_match"] = version
         with self._reading(name) as key:
-            return bytes(self._get(key, options).bytes())
+            return self._get(key, options)[0]
 
     def info(self, name: str) -> FileInfo:
         """Size and entity tag of a file."""
         with self._reading(name) as key:
-            return self._info(self._store().head(key))
+            return self._info(self._ask(lambda store: store.head(key)))
 
     def files(self, folder: str = "") -> Iterator[FileInfo]:
         """All files under a folder, in the order of their names; hidden ones are left out."""
         with self._reading(folder) as key:
             # listed whole: stores promise no order
-            pages = self._store().list(key or None, chunk_size=1000)
-            infos = [self._info(meta) for page in pages for meta in page]
+            metas = self._ask(lambda store: store.list(key or None, chunk_size=1000).collect())
+        infos = [self._info(meta) for meta in metas]
         visible = (info for info in infos if "/." not in f"/{info.name}")
         yield from sorted(visible, key=attrgetter("name"))
 
     def names(self) -> list[str]:
         """Names of the files in the root itself, sorted."""
         with self._reading("") as key:
-            objects = self._store().list_with_delimiter(key or None)["objects"]
-        return sorted(self._info(meta).name for meta in objects)
+            listing = self._ask(lambda store: store.list_with_delimiter(key or None))
+        return sorted(self._info(meta).name for meta in listing["objects"])
 
     def has_folder(self, folder: str) -> bool:
         """Whether there is any file under that name."""
         with self._reading(folder) as key:
-            return bool(next(iter(self._store().list(key or None, chunk_size=1)), []))
+            return self._ask(lambda store: any(store.list(key or None, chunk_size=1)))
 
     def put(self, name: str, source: Path | bytes) -> None:
         """Write a file, whole or not at all, in parts if it is large; DataError if it fails."""
         size = len(source) if isinstance(source, bytes) else source.stat().st_size
         part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+        options = {"chunk_size": part_bytes, "max_concurrency": UPLOADS_AT_ONCE}
         with self._writing(name) as key:
-            self._store().put(key, source, chunk_size=part_bytes, max_concurrency=UPLOADS_AT_ONCE)
+            self._ask(lambda store: store.put(key, source, **options))
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file if there is none of that name; -> whether there was none."""
         with self._writing(name) as key:
             try:
-                self._store().put(key, data, mode="create")
+                self._ask(lambda store: store.put(key, data, mode="create"))
             except AlreadyExistsError:
                 return False
         return True
@@ -155,25 +160,48 @@ class ObjectFolder:
         for name in names:
             with self._writing(name) as key:
                 try:
-                    self._store().delete(key)
+                    self._ask(methodcaller("delete", key))
                 except FileNotFoundError as error:
                     if store_errors.place_problem(self.uri, error):
                         raise
 
     def _store(self, retries: int = _RETRIES) -> Any:
         refuse_fork(self.uri)
-        if retries not in self._stores:
-            self._stores[retries] = open_store(
+        store = self._stores.get(retries)
+        if store is None:
+            store = self._stores[retries] = open_store(
                 self.uri,
                 retries=retries,
                 retry_s=_RETRY_S,
                 read_timeout_s=_READ_TIMEOUT_S,
                 request_s=_REQUEST_S,
             )
-        return self._stores[retries]
+        return store
 
-    def _get(self, key: str, options: "GetOptions") -> Any:
-        return self._store().get(key, options=options)
+    def _ask(self, request: Callable[[Any], Answer]) -> Answer:
+        """What the store answers; credentials that it took before and now refuses are renewed."""
+        end = time.monotonic() + _RENEWAL_S
+        for number in count():
+            store = self._store()
+            try:
+                return request(store)
+            except BaseError as error:
+                refused = store_errors.is_unknown(error)
+                if not number:
+                    refused |= store_errors.is_unexplained(error)
+                if not refused or time.monotonic() > end:
+                    raise
+            if self._stores.get(_RETRIES) is store:
+                self._stores.pop(_RETRIES, None)
+            time.sleep(_RENEWAL_PAUSE_S if number else 0)
+        raise AssertionError  # the count has no end
+
+    def _get(self, key: str, options: "GetOptions") -> "tuple[bytes, ObjectMeta]":
+        def request(store: Any) -> "tuple[bytes, ObjectMeta]":
+            response = store.get(key, options=options)
+            return bytes(response.bytes()), response.meta
+
+        return self._ask(request)
 
     def _key(self, name: str) -> str:
         """Key of a name, without the `.` and `//` that a file system reads over."""

@@ -1,15 +1,19 @@
 """The one client for object stores: `open_store`.
 
-Credentials and endpoint come from the environment, as the provider's own tools read them. obstore
-is an optional extra (`isobatch[cloud]`), imported when a store is first used.
+Credentials and endpoint come from the environment, as the provider's own tools read them, or from
+the file that ISOBATCH_CREDENTIALS_FILE names. The file is read with each new client, so a client
+that is opened when the old credentials are refused has the new ones. obstore is an optional extra
+(`isobatch[cloud]`), imported when a store is first used.
 """
 
 import os
+import shlex
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.common.errors import ConfigError
-from isobatch.shards.store_errors import no_obstore, wrong_options
+from isobatch.shards.store_errors import CREDENTIALS_FILE, no_obstore, wrong_options
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -17,7 +21,14 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S, _LONGEST_BACKOFF_S = 0.1, 15.0
 """Pauses between obstore's own tries."""
 _CONNECT_S = 5.0
-_AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = (
+    *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    *("GOOGLE_BASE_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+)
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+"""Scheme of a URI -> how the names of its variables begin."""
+_NO_OPTIONS = frozenset({"AWS_CREDENTIAL_EXPIRATION"})
+"""What `aws configure export-credentials` prints and obstore does not take."""
 
 _used_by: set[int] = set()
 """The process that has used obstore, whose threads do not survive a fork."""
@@ -51,8 +62,9 @@ def open_store(
     except ModuleNotFoundError:
         raise no_obstore(uri) from None
     bucket, _ = split_uri(uri)
-    names = (*_AWS_ENDPOINTS, "AZURE_STORAGE_ENDPOINT")
-    endpoints = [bucket, *(os.environ.get(name, "") for name in names)]
+    from_file = _credentials_file(bucket.partition("://")[0])
+    values = {**os.environ, **from_file}
+    endpoints = [bucket, *(values.get(name, "") for name in _ENDPOINTS)]
     client: ClientConfig = {
         "connect_timeout": timedelta(seconds=_CONNECT_S),
         "read_timeout": timedelta(seconds=read_timeout_s),
@@ -69,9 +81,38 @@ def open_store(
         },
     }
     try:
-        return from_url(bucket, client_options=client, retry_config=retry)
+        options: Any = {name.lower(): value for name, value in from_file.items()}
+        return from_url(bucket, config=options, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise wrong_options(uri, error) from None
+
+
+def _credentials_file(scheme: str) -> dict[str, str]:
+    """Variables of a scheme in the user's file, if there is one; ConfigError if it cannot be read.
+
+    Lines are `NAME=value` or `export NAME=value`, as in a shell.
+    """
+    path = os.environ.get(CREDENTIALS_FILE)
+    if not path:
+        return {}
+    try:
+        words = shlex.split(Path(path).read_text(encoding="utf-8"), comments=True)
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else f"cannot be read: {error}"
+        raise ConfigError(f"{CREDENTIALS_FILE}: {path}: {problem}") from None
+    values = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            values[name] = value
+        elif word != "export":  # the word itself may be a secret
+            raise ConfigError(f"{CREDENTIALS_FILE}: {path}: lines must be NAME=value")
+    prefix = _PREFIXES.get(scheme, "\0")
+    return {
+        name: value
+        for name, value in values.items()
+        if name.startswith(prefix) and name not in _NO_OPTIONS
+    }
 
 
 def refuse_fork(uri: str) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 
+CREDENTIALS_FILE = "ISOBATCH_CREDENTIALS_FILE"
+"""Variable that names a file of variables, read again when the store refuses the credentials."""
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -18,15 +20,31 @@ CREDENTIALS = {
 _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
 """Scheme of a URI -> variable that names another server than the provider's own."""
 _WRONG_REGION = "the bucket is in another region: set AWS_REGION"
-_NO_SUCH_BUCKET = "no such bucket: create it, or correct the name"
-_BUCKET_CODES = ("<Code>NoSuchBucket", "<Code>ContainerNotFound", "specified bucket does not exist")
+_NO_SUCH_BUCKET = "no such {}: create it, or correct the name"
+_BUCKET_CODES = (
+    *("<Code>NoSuchBucket", "<Code>ContainerNotFound"),
+    *("specified bucket does not exist", "specified container does not exist"),
+)
 _CREDENTIAL_CODES = (
-    *("AuthenticationFailed", "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId"),
-    *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
+    *("AuthenticationFailed", "AuthorizationHeaderMalformed", "InvalidAccessKeyId"),
+    *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch"),
 )
 """Codes of S3 and Azure; some stores send them with status 400."""
+_EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
+_EXPIRED_TEXT = "Signature not valid in the specified time frame"
+"""What Azure says of a SAS token."""
+_UNKNOWN_TEXT = "Server failed to authenticate the request"
+"""What Azure says of a wrong key; its servers differ in the code."""
 _CAUSES = (r'message: \\?"([^"\\]+)', r'(failed to lookup address[^"\\]*)', "(TimedOut)")
-_METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
+_METADATA_SERVICE = (
+    "/latest/api/token",
+    "/latest/meta-data/",
+    "/computeMetadata/",
+    "/metadata/identity/",
+)
+"""Paths at which machines of AWS, Google and Azure have credentials."""
+_TOKEN_REQUEST = "Error performing token request"
+_NAME_CODES = ("InvalidBucketName", "InvalidResourceName")
 _BUSY = frozenset({408, 425, 429})
 PAST_END = 416
 """Status for a range after the end of an object, and for any range of an empty one."""
@@ -72,12 +90,26 @@ def _scheme(uri: str) -> str:
     return uri.partition("://")[0]
 
 
+def _bucket_word(uri: str) -> str:
+    return "container" if _scheme(uri) == "az" else "bucket"
+
+
 def _identity_problem(message: str, variables: str) -> str | None:
     """What is wrong with the credentials in `variables`, if the store does not know who asks."""
-    if any(host in message.partition("\n")[0] for host in _METADATA_SERVICE):
+    first = message.partition("\n")[0]
+    if any(path in first for path in _METADATA_SERVICE):
         # a cloud's own machines are asked for credentials when there are none in the environment
         return f"no credentials: set {variables}"
-    if status_of(message) == 401 or _code_of(message) in _CREDENTIAL_CODES:
+    if _TOKEN_REQUEST in first:
+        problem = _reason(message) if status_of(message) else _cause_of(message)
+        return f"no token for the credentials ({problem}): check {variables}"
+    if _code_of(message) in _EXPIRED_CODES or _EXPIRED_TEXT in message:
+        return (
+            f"the credentials have expired ({_reason(message)}): set new {variables}, or let "
+            f"{CREDENTIALS_FILE} name a file that is renewed"
+        )
+    is_unknown = _code_of(message) in _CREDENTIAL_CODES or _UNKNOWN_TEXT in message
+    if is_unknown or status_of(message) == 401:
         return f"the store refuses the credentials ({_reason(message)}): check {variables}"
     return None
 
@@ -90,6 +122,8 @@ class Refusal:
     """What is wrong and what to do, without the name of the object or place."""
     is_of_place: bool = False
     """Whether the whole place cannot be used: bucket, credentials, or no way to reach it."""
+    is_of_credentials: bool = False
+    """Whether the store does not know who asks: the credentials are wrong, or have expired."""
     is_passing: bool = False
     """Whether the same request may succeed later."""
     is_missing: bool = False
@@ -106,13 +140,14 @@ def explain(uri: str, error: Exception) -> Refusal:
     status = status_of(message)
     variables = CREDENTIALS.get(_scheme(uri), "the URL")
     if any(code in message for code in _BUCKET_CODES):
-        return Refusal(_NO_SUCH_BUCKET, is_of_place=True)
+        return Refusal(_NO_SUCH_BUCKET.format(_bucket_word(uri)), is_of_place=True)
     if isinstance(error, FileNotFoundError) or status in {404, 410}:
         return Refusal("is missing", is_missing=True)
     if status == PAST_END:
         return Refusal("ends before the range that was asked for", is_past_end=True)
     if problem := _identity_problem(message, variables):
-        return Refusal(problem, is_of_place=True)
+        passing = _TOKEN_REQUEST in message and not 400 <= status < 500
+        return Refusal(problem, is_of_place=True, is_of_credentials=True, is_passing=passing)
     if status == 403:
         advice = f"check {variables} and their right to read"
         return Refusal(f"access denied ({_reason(message)}): {advice}")
@@ -127,6 +162,9 @@ def _explain_server(uri: str, status: int, message: str) -> Refusal:
     if status >= 500 or status in _BUSY:
         advice = "check its health, or try again when it has recovered"
         text = f"the store fails ({_answer(message)}): {advice}"
+    elif _code_of(message) in _NAME_CODES:
+        text = f"no {_bucket_word(uri)} can have such a name ({_code_of(message)})"
+        return Refusal(text, is_of_place=True)
     elif status:
         return Refusal(f"the store answers {_answer(message)}")
     else:
@@ -148,7 +186,18 @@ def wrong_options(uri: str, error: Exception) -> ConfigError:
 
 def is_denied(error: Exception) -> bool:
     """Whether the store knows who asks, and does not allow it."""
-    return status_of(str(error)) == 403 and _identity_problem(str(error), "") is None
+    return status_of(str(error)) == 403 and not is_unknown(error)
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether the store does not know who asks: the credentials are wrong, or have expired."""
+    return _identity_problem(str(error), "") is not None
+
+
+def is_unexplained(error: Exception) -> bool:
+    """Whether the store refuses without a reason, as it does where it may send no body (HEAD)."""
+    message = str(error)
+    return status_of(message) in {400, 403} and not _code_of(message)
 
 
 def place_problem(uri: str, error: Exception) -> DataError | None:
@@ -178,7 +227,11 @@ def object_problem(name: str, error: Exception) -> OSError:
 
 def list_problem(uri: str, error: Exception) -> DataError:
     """Why a place could not be listed."""
-    return place_problem(uri, error) or DataError(f"{uri}: cannot be listed: {first_line(error)}")
+    refusal = explain(uri, error)
+    if refusal.is_of_place:
+        return DataError(f"{uri}: {refusal.text}")
+    text = f"the store answers {_answer(str(error))}" if refusal.is_missing else refusal.text
+    return DataError(f"{uri}: cannot be listed: {text}")
 
 
 def write_problem(uri: str, error: Exception) -> DataError:

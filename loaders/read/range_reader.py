@@ -53,6 +53,7 @@ class RangeReader:
         self.time_limit_s = time_limit_s
         _, self._prefix = split_uri(self.uri)
         self._stores: dict[int, Any] = {}
+        self._has_answered = False
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
         self._worker: _Worker | None = None
         self._lock = threading.Lock()
@@ -154,12 +155,21 @@ class RangeReader:
         self, name: str, window: tuple[int, int] | None, size: int | None, retries: int
     ) -> tuple[Any, Refusal | None]:
         """(content, None), or (None, why it may succeed later)."""
+        store = self._store(retries)
         try:
-            return await self._get(name, window, size, retries), None
+            content = await self._get(store, name, window, size)
         except (DataError, ConfigError):
             raise
         except Exception as error:  # obstore's own, FileNotFoundError, ValueError, ...
             refusal = explain(self.uri, error)
+        else:
+            self._has_answered = True
+            return content, None
+        if refusal.is_of_credentials and self._has_answered:
+            # those that it took have expired: another client reads or asks for new ones
+            if self._stores.get(retries) is store:
+                del self._stores[retries]
+            return None, refusal
         if refusal.is_missing and window is None:
             raise FileNotFoundError(f"{self.uri}/{name}") from None
         if refusal.is_missing or refusal.is_past_end:
@@ -169,12 +179,12 @@ class RangeReader:
         return None, refusal
 
     async def _get(
-        self, name: str, window: tuple[int, int] | None, size: int | None, retries: int
+        self, store: Any, name: str, window: tuple[int, int] | None, size: int | None
     ) -> Any:
         """The content of one answer. DamagedShard if it is not as long as it should be."""
         key = f"{self._prefix}/{name}" if self._prefix else name
         options = {"range": window} if window else None
-        response = await self._store(retries).get_async(key, options=options)
+        response = await store.get_async(key, options=options)
         if size is not None and response.meta["size"] != size:
             problem = f"has {response.meta['size']} bytes, the manifest says {size} bytes"
             raise DamagedShard(f"{self.uri}/{name}: {problem}; copy or build it again")

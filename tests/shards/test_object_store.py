@@ -1,5 +1,5 @@
-"""Raw data and builds in a real S3 server: the same bytes as on disk, nothing lost by a kill, one
-line per mistake.
+"""Raw data and builds in servers of S3, Google and Azure: the bytes of those on disk, nothing lost
+by a kill, one line per mistake.
 """
 
 import contextlib
@@ -29,19 +29,20 @@ from support import ranks
 from support.builds.command import run_packer
 from support.builds.packed import build, digests, quiet
 from support.builds.raw_data import good_records, options, record, write_dataset
+from support.builds.remote_builds import IN_EVERY_STORE, use
 from support.servers import StallingProxy
+from support.stores.mistakes import MISTAKES
 
 pytestmark = pytest.mark.server
 
 
 @pytest.fixture
-def place(s3, monkeypatch, tmp_path):
+def place(store, monkeypatch, tmp_path):
     """A URI of the test's own, reachable with the environment's credentials."""
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
+    use(monkeypatch, store)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     forget_roots()
-    yield f"s3://{s3.bucket}/{tmp_path.name}"
+    yield f"{store.uri}/{tmp_path.name}"
     forget_roots()
 
 
@@ -66,6 +67,11 @@ def download(uri: str, folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(root.read(name))
     return folder
+
+
+def processes(store):
+    """Of a build: two in one store; to start them takes most of a test's time."""
+    return 2 if store.scheme == "s3" else 1
 
 
 def without_report(found):
@@ -99,6 +105,7 @@ def requests(monkeypatch):
     return seen
 
 
+@IN_EVERY_STORE
 def test_a_large_file_reads_like_one_on_disk_wherever_one_jumps(place):
     data = np.random.default_rng(0).bytes(9 << 20)
     root = open_object_folder(place)
@@ -147,6 +154,7 @@ def test_a_long_file_streams_in_constant_memory_with_few_requests(place, request
     assert len(requests) < 20
 
 
+@IN_EVERY_STORE
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error_and_not_a_mixture(place):
     root = open_object_folder(place)
     root.put("big", bytes(4 << 20))
@@ -158,6 +166,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_and_not_a_mixture(
             file.read(10)
 
 
+@IN_EVERY_STORE
 def test_ranges_empty_files_and_odd_names(place):
     root = open_object_folder(place)
     root.put("a b#c?%20ü日.jpg", b"0123456789")
@@ -174,6 +183,7 @@ def test_ranges_empty_files_and_odd_names(place):
     assert pickle.loads(pickle.dumps(root)).read(name) == b"0123456789"
 
 
+@IN_EVERY_STORE
 @pytest.mark.parametrize(
     ("name", "number"),
     [("none.jpg", errno.ENOENT), ("../x", errno.EINVAL), ("a\nb", errno.EINVAL), ("\udc80", 22)],
@@ -207,10 +217,19 @@ def test_a_listing_goes_on_behind_its_first_page(place):
     assert [info.name for info in bucket.files()] == ["other/x.txt", "top.txt"]
 
 
-@pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "energon", "refs"])
-def test_a_build_into_a_bucket_has_the_bytes_of_one_on_disk(place, dataset, tmp_path, shard_format):
+@pytest.mark.parametrize(
+    ("store", "shard_format"),
+    [
+        *(("s3", name) for name in ("arrow", "webdataset", "energon", "refs")),
+        *(("gcs", "arrow"), ("azure", "arrow")),
+    ],
+    indirect=["store"],
+)
+def test_a_build_into_a_bucket_has_the_bytes_of_one_on_disk(
+    place, store, dataset, tmp_path, shard_format
+):
     # of tars each would import webdataset, and with that torch
-    workers = 1 if shard_format in TAR_FORMATS else 2
+    workers = 1 if shard_format in TAR_FORMATS else processes(store)
     build(dataset, tmp_path / "out", format=shard_format, shard_mb=1)
     summary = build(dataset, place, format=shard_format, shard_mb=1, workers=workers)
     found = digests(download(place, tmp_path / "down"))
@@ -221,9 +240,12 @@ def test_a_build_into_a_bucket_has_the_bytes_of_one_on_disk(place, dataset, tmp_
     assert not verify_build(place, quiet(), workers=2).problems
 
 
-def test_raw_data_in_a_bucket_give_the_same_build_as_on_disk(place, dataset, local, tmp_path):
+@IN_EVERY_STORE
+def test_raw_data_in_a_bucket_give_the_same_build_as_on_disk(
+    place, store, dataset, local, tmp_path
+):
     raw = upload(dataset, f"{place}/raw")
-    build(raw, tmp_path / "out", shard_mb=1, workers=2)
+    build(raw, tmp_path / "out", shard_mb=1, workers=processes(store))
     assert digests(tmp_path / "out") == digests(local)
 
 
@@ -236,6 +258,7 @@ def test_a_missing_image_in_a_bucket_is_rejected_as_on_disk(place, tmp_path):
     }
 
 
+@IN_EVERY_STORE
 def test_a_finished_build_is_known_without_local_state_and_other_settings_are_refused(
     place, dataset
 ):
@@ -259,6 +282,7 @@ def test_overwrite_removes_only_what_a_build_made(place, dataset, tmp_path):
     assert {"thesis.txt", "manifest.json"} <= {info.name for info in open_folder(place).files()}
 
 
+@IN_EVERY_STORE
 def test_two_work_folders_do_not_build_into_one_place(place, dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Partition, "_group", lambda *_: 1 / 0)
@@ -292,16 +316,21 @@ if __name__ == "__main__":  # its workers load this file too
 """
 
 
-@pytest.mark.parametrize("sent_bytes", [600_000, 2_500_000])  # in the first shards, and behind one
+@pytest.mark.parametrize(
+    ("store", "sent_bytes"),
+    # in the first shards, and behind one
+    [("s3", 600_000), ("s3", 2_500_000), ("gcs", 2_500_000), ("azure", 2_500_000)],
+    indirect=["store"],
+)
 def test_a_build_killed_while_it_uploads_goes_on_and_ends_as_if_undisturbed(
-    place, s3, dataset, local, tmp_path, monkeypatch, sent_bytes
+    place, store, dataset, local, tmp_path, monkeypatch, sent_bytes
 ):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    values = json.dumps(options(dataset, place, shard_mb=1, workers=2))
-    with contextlib.closing(StallingProxy(s3.endpoint, sent_bytes)) as proxy:
+    values = json.dumps(options(dataset, place, shard_mb=1, workers=processes(store)))
+    with contextlib.closing(StallingProxy(store.endpoint, sent_bytes)) as proxy:
         with monkeypatch.context() as patch:
-            patch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            use(patch, store, proxy.endpoint)
             (child,) = ranks.start(1, tmp_path / "printed", program, values)
         assert proxy.stalled.wait(60)
         child.kill()
@@ -375,38 +404,22 @@ def test_the_commands_take_uris(place, dataset, capsys, monkeypatch):
     assert f"no counts.parquet in {place}:" in err
 
 
-def _wrong_key(environment):
-    return environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
-
-
-def _no_server(environment):
-    return environment | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-
-
-MISTAKES = {
-    "wrong credentials": (
-        _wrong_key,
-        "packed",
-        "refuses the credentials (SignatureDoesNotMatch): check AWS_ACCESS",
-    ),
-    "missing bucket": (dict, "no-such-bucket", "no such bucket: create it, or correct the name"),
-    "unreachable": (
-        _no_server,
-        "packed",
-        "cannot be reached (Connection refused): check the network and AWS_ENDPOINT",
-    ),
-}
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("role", ["--out", "--dataset", "--data-root", "verify", "report"])
+@pytest.mark.parametrize(
+    ("store", "role"),
+    [
+        *(("s3", role) for role in ("--out", "--dataset", "--data-root", "verify", "report")),
+        *(("gcs", "--out"), ("azure", "--out"), ("gcs", "verify"), ("azure", "verify")),
+    ],
+    indirect=["store"],
+)
 def test_a_place_that_cannot_be_used_is_one_line(
-    place, s3, dataset, tmp_path, capsys, monkeypatch, mistake, role
+    place, store, dataset, tmp_path, capsys, monkeypatch, mistake, role
 ):
     change, bucket, expected = MISTAKES[mistake]
-    for name, value in change(s3.environment).items():
+    for name, value in change(store).items():
         monkeypatch.setenv(name, value)
-    uri = f"s3://{bucket}/{tmp_path.name}"
+    uri = f"{store.scheme}://{bucket}/{tmp_path.name}"
     values = {"--dataset": dataset, "--data-root": dataset, "--out": tmp_path / "out", role: uri}
     arguments = [role, uri]
     if role.startswith("--"):
@@ -419,7 +432,7 @@ def test_a_place_that_cannot_be_used_is_one_line(
     lines = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     assert lines[0].startswith(f"error: {uri}: ")
-    assert expected in lines[0]
+    assert expected[store.scheme] in lines[0]
     assert "Traceback" not in err
     assert time.monotonic() - started < 30
     assert not (tmp_path / "cache").exists()

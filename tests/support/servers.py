@@ -20,10 +20,13 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
@@ -36,26 +39,55 @@ SERVICES = ("master", "volume", "filer", "s3", "admin")
 
 
 @dataclass(frozen=True)
-class S3Server:
-    """A running server."""
+class StoreServer(ABC):
+    """A running server of an object store."""
 
     endpoint: str
     bucket: str
     """A bucket that exists; give each test a prefix of its own."""
-    access_key: str
-    secret_key: str
-    reader_key: str = "reader-access-key"
-    """Access key of a user who may read and list, with the same secret."""
+    scheme: ClassVar[str]
+
+    @property
+    def uri(self) -> str:
+        """The bucket's."""
+        return f"{self.scheme}://{self.bucket}"
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that lead a client here."""
+        return self.variables(self.endpoint)
+
+    @abstractmethod
+    def variables(self, endpoint: str) -> dict[str, str]:
+        """Variables that lead a client here by way of a proxy."""
+
+    @abstractmethod
+    def with_wrong_key(self) -> dict[str, str]:
+        """Variables with credentials that the server does not take."""
+
+
+@dataclass(frozen=True)
+class S3Server(StoreServer):
+    """A running server of an S3 bucket."""
+
+    access_key: str
+    secret_key: str
+    reader_key: str = "reader-access-key"
+    """Access key of a user who may read and list, with the same secret."""
+    other_key: str = "other-access-key"
+    """Access key of another user who may do everything, with the same secret."""
+    scheme: ClassVar[str] = "s3"
+
+    def variables(self, endpoint: str) -> dict[str, str]:
         return {
-            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ENDPOINT_URL": endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
             "AWS_REGION": "us-east-1",
         }
+
+    def with_wrong_key(self) -> dict[str, str]:
+        return self.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
 
 
 def find_weed() -> str | None:
@@ -72,6 +104,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     )
     users = {
         server.access_key: ["Admin", "Read", "Write", "List", "Tagging"],
+        server.other_key: ["Admin", "Read", "Write", "List", "Tagging"],
         server.reader_key: ["Read", "List"],
     }
     identities = [
@@ -224,13 +257,18 @@ class FaultyProxy:
     "stall" (nothing more comes in the middle of the body, until the proxy closes), "slow" (200 ms
     before the answer), "flip" (one wrong byte in the middle of the body), or the status of an error
     that the server is made to answer, as "503".
+
+    `refusal(path, authorization)` gives status and body for those whom it does not know, or None.
     """
 
     def __init__(self, endpoint: str, fault: Callable[[str], str] = lambda path: "") -> None:
         self.server = endpoint.removeprefix("http://")
         self.fault = fault
+        self.refusal: Callable[[str, str], tuple[int, str] | None] = lambda *_: None
         self.requests: list[tuple[str, str]] = []
         """(path, range) of all requests, in order of arrival."""
+        self.statuses: list[int] = []
+        """Of the server's answers."""
         self.closed = threading.Event()
         handler = type("Handler", (_FaultyHandler,), {"proxy": self})
         self._listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -249,28 +287,42 @@ class _FaultyHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy: FaultyProxy
 
-    def do_GET(self) -> None:
-        self.proxy.requests.append((self.path, self.headers.get("Range", "")))
-        fault = self.proxy.fault(self.path)
+    def _serve(self) -> None:
+        path = unquote(self.path)  # a client of Google's writes `%2D` for `-`
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if refusal := self.proxy.refusal(path, self.headers.get("Authorization", "")):
+            self._answer(refusal[0], {"Content-Type": "application/xml"}, refusal[1].encode())
+            return
+        self.proxy.requests.append((path, self.headers.get("Range", "")))
+        fault = self.proxy.fault(path)
         if fault.isdigit():
             self._answer(int(fault), {}, f"<Error><Code>Made{fault}</Code></Error>".encode())
             return
         if fault == "slow":
             self.proxy.closed.wait(0.2)
         connection = http.client.HTTPConnection(self.proxy.server, timeout=30)
-        connection.putrequest("GET", self.path, skip_host=True, skip_accept_encoding=True)
+        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for (
             name,
             value,
         ) in self.headers.items():  # the signature covers the host that the client has asked
             connection.putheader(name, value)
-        connection.endheaders()
+        connection.endheaders(content or None)
         found = connection.getresponse()
         body = found.read()
         connection.close()
-        self._answer(found.status, dict(found.getheaders()), body, fault)
+        self.proxy.statuses.append(found.status)
+        length = found.getheader("Content-Length") if self.command == "HEAD" else None
+        self._answer(found.status, dict(found.getheaders()), body, fault, length)
 
-    def _answer(self, status: int, headers: dict[str, str], body: bytes, fault: str = "") -> None:
+    def _answer(
+        self,
+        status: int,
+        headers: dict[str, str],
+        body: bytes,
+        fault: str = "",
+        length: str | None = None,
+    ) -> None:
         if fault == "flip" and body:
             body = bytearray(body)
             body[len(body) // 2] ^= 1
@@ -278,9 +330,11 @@ class _FaultyHandler(http.server.BaseHTTPRequestHandler):
         for name, value in headers.items():
             if name.lower() not in {"content-length", "transfer-encoding", "connection"}:
                 self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", length or str(len(body)))
         self.end_headers()
         with contextlib.suppress(OSError):  # the client has gone
+            if self.command == "HEAD":
+                return
             if fault not in {"cut", "stall"}:
                 self.wfile.write(body)
                 return
@@ -292,3 +346,7 @@ class _FaultyHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+
+for method in ("GET", "HEAD", "PUT", "POST", "DELETE"):
+    setattr(_FaultyHandler, f"do_{method}", _FaultyHandler._serve)

@@ -26,10 +26,18 @@ def builds(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def urls(s3, builds):
-    return {
-        format: upload(s3, folder, f"loader-faults/{format}") for format, folder in builds.items()
-    }
+def uploaded():
+    """Scheme of a store and format -> URI."""
+    return {}
+
+
+@pytest.fixture
+def urls(store, builds, uploaded):
+    for format, folder in builds.items():
+        if (store.scheme, format) not in uploaded:
+            place = upload(store, folder, f"loader-faults/{format}")
+            uploaded[store.scheme, format] = place
+    return {format: uploaded[store.scheme, format] for format in builds}
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +50,7 @@ def expected(builds):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(s3):
+def _nothing_is_left(store):
     before = children()
     yield
     gc.collect()
@@ -51,9 +59,16 @@ def _nothing_is_left(s3):
 
 
 @pytest.fixture
-def proxy(s3, monkeypatch):
-    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
-        use(monkeypatch, s3, proxy.endpoint)
+def little_ahead(monkeypatch):
+    """Or these small builds would have arrived before a fault begins, however late it is."""
+    monkeypatch.setattr("isobatch.loaders.step_builder.AHEAD_BYTES", 1)
+    monkeypatch.setattr("isobatch.loaders.prefetch.STEPS_PER_WORKER", 2)
+
+
+@pytest.fixture
+def proxy(store, monkeypatch):
+    with contextlib.closing(FaultyProxy(store.endpoint)) as proxy:
+        use(monkeypatch, store, proxy.endpoint)
         yield proxy
 
 

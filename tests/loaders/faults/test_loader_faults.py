@@ -13,6 +13,7 @@ import pytest
 from isobatch.common.errors import DamagedShard, DataError
 from isobatch.loaders import StreamingLoader
 from isobatch.loaders.read.build import StorageOptions
+from isobatch.shards.store_errors import CREDENTIALS
 from support.builds.remote_builds import use
 from support.loading.contents import content
 from support.loading.fault_runs import (
@@ -27,14 +28,7 @@ from support.loading.fault_runs import (
     of_shards,
 )
 
-pytestmark = pytest.mark.server
-
-
-@pytest.fixture(autouse=True)
-def _little_ahead(monkeypatch):
-    """Or these small builds would have arrived before a fault begins, however late it is."""
-    monkeypatch.setattr("isobatch.loaders.step_builder.AHEAD_BYTES", 1)
-    monkeypatch.setattr("isobatch.loaders.prefetch.STEPS_PER_WORKER", 2)
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("little_ahead")]
 
 
 PASSING = {  # what happens, and the loader's time limit
@@ -46,7 +40,11 @@ PASSING = {  # what happens, and the loader's time limit
 }
 
 
-@pytest.mark.parametrize(("format", "workers"), WAYS)
+@pytest.mark.parametrize(
+    ("store", "format", "workers"),
+    [*(("s3", *way) for way in WAYS), ("gcs", "refs", 2), ("azure", "refs", 2)],
+    indirect=["store"],
+)
 @pytest.mark.parametrize("name", PASSING)
 def test_what_passes_leaves_every_byte_as_it_was(
     urls, proxy, load, expected, name, format, workers
@@ -63,22 +61,28 @@ LASTING = {
     "stall": (DataError, NAMED + ".*not read within 1 s"),
     "503": (DataError, NAMED + r".*not read within 1 s \(last: the store fails \(503 Made503\)"),
     "cut": (DataError, NAMED + ".*not read within 1 s"),
-    "403": (DataError, NAMED + r".*access denied \(Made403\): check AWS_ACCESS_KEY_ID"),
+    "403": (DataError, NAMED + r".*access denied \(Made403\): check {credentials}"),
     "404": (DamagedShard, NAMED + ".*is missing; copy or build it again"),
     "flip": (DamagedShard, NAMED + ".*its bytes have another checksum than the index says"),
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("store", "workers"),
+    [("s3", 0), ("s3", 2), ("gcs", 2), ("azure", 2)],
+    indirect=["store"],
+)
 @pytest.mark.parametrize("fault", LASTING)
 def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(
-    urls, proxy, load, expected, fault, workers
+    urls, store, proxy, load, expected, fault, workers
 ):
     loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
     steps = iter(loader)
     first = content(next(steps))
     proxy.fault = of_shards(fault)
-    state, given = fails(loader, steps, expected[1:], *LASTING[fault], IN_TIME_S)
+    kind, message = LASTING[fault]
+    message = message.replace("{credentials}", CREDENTIALS[store.scheme])
+    state, given = fails(loader, steps, expected[1:], kind, message, IN_TIME_S)
     proxy.fault = lambda path: ""
     assert first == expected[0]
     assert 0 <= given < len(expected) - 1
@@ -121,19 +125,21 @@ def test_many_parts_that_stall_at_once_are_not_waited_for_one_after_the_other(
         fails(loader, loader, [], DataError, "^sample 'sample-", IN_TIME_S)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("store", "workers"), [("s3", 0), ("s3", 2), ("gcs", 2), ("azure", 2)], indirect=["store"]
+)
 def test_a_server_that_has_gone_for_good_is_said_in_time(
-    s3, urls, load, expected, monkeypatch, workers
+    store, urls, load, expected, monkeypatch, workers
 ):
-    door = Door(s3.endpoint)
-    use(monkeypatch, s3, door.endpoint)
+    door = Door(store.endpoint)
+    use(monkeypatch, store, door.endpoint)
     loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
     steps = iter(loader)
     assert content(next(steps)) == expected[0]
     door.shut()
     message = NAMED + r".*not read within 1 s \(last: cannot be reached \(Connection refused"
     state, given = fails(loader, steps, expected[1:], DataError, message, IN_TIME_S)
-    with pytest.raises(DataError, match=r"^s3://.*cannot be reached \(Connection refused"):
+    with pytest.raises(DataError, match=rf"^{store.uri}/.*cannot be reached \(Connection refused"):
         load(urls["arrow"])
     door.open()
     loader.load_state_dict(state)

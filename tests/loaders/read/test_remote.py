@@ -18,9 +18,10 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders.read import build as read_build
 from isobatch.loaders.read.build import StorageOptions, open_build, open_builds
 from support import child_env
-from support.builds.remote_builds import client, is_as_written, upload, use
+from support.builds.remote_builds import IN_EVERY_STORE, client, is_as_written, upload, use
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 from support.servers import FaultyProxy
+from support.stores.mistakes import MISTAKES
 
 pytestmark = pytest.mark.server
 
@@ -171,40 +172,31 @@ def test_a_table_of_the_build_can_be_opened(s3, builds, opened, tmp_path):
         build.shards.open_file("counts.parquet")
 
 
-def _wrong_key(monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-
-
-def _no_server(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-
-
-MISTAKES = {
-    "wrong credentials": (
-        _wrong_key,
-        "packed",
-        r"refuses the credentials \(SignatureDoesNotMatch\): check AWS_ACCESS",
-    ),
-    "missing bucket": (None, "no-such-bucket", "no such bucket: create it, or correct the name"),
-    "unreachable": (
-        _no_server,
-        "packed",
-        r"cannot be reached \(Connection refused\): check the network and AWS_ENDP",
-    ),
-    "no build": (None, "packed", r"no manifest.json, so no finished build"),
-}
-
-
+@IN_EVERY_STORE
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_place_that_cannot_be_used_is_one_line(environment, tmp_path, monkeypatch, mistake):
+def test_a_place_that_cannot_be_used_is_one_line(store, tmp_path, monkeypatch, mistake):
     change, bucket, expected = MISTAKES[mistake]
-    if change:
-        change(monkeypatch)
+    for name, value in change(store).items():
+        monkeypatch.setenv(name, value)
+    uri = f"{store.scheme}://{bucket}/nothing"
     started = time.monotonic()
-    with pytest.raises(DataError, match=rf"^s3://{bucket}/nothing.*{expected}") as error:
-        open_build(f"s3://{bucket}/nothing", options=StorageOptions(cache_dir=tmp_path))
+    with pytest.raises(DataError) as error:
+        open_build(uri, options=StorageOptions(cache_dir=tmp_path))
+    assert str(error.value).startswith(uri)
+    assert expected[store.scheme] in str(error.value)
     assert "\n" not in str(error.value)
     assert time.monotonic() - started < 45
+
+
+@IN_EVERY_STORE
+def test_a_place_without_a_build_is_one_line(store, tmp_path, monkeypatch):
+    use(monkeypatch, store)
+    uri = f"{store.uri}/nothing"
+    with pytest.raises(
+        DataError, match=rf"^{uri}: no manifest.json, so no finished build"
+    ) as error:
+        open_build(uri, options=StorageOptions(cache_dir=tmp_path))
+    assert "\n" not in str(error.value)
 
 
 def test_without_credentials_the_variables_are_named(environment, tmp_path, monkeypatch):

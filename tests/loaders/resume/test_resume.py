@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from isobatch.loaders.read.build import StorageOptions
-from support.builds.remote_builds import upload
+from support.builds.remote_builds import upload, use
 from support.builds.sample_tables import LIMITS, path_groups, text_samples
 from support.builds.shard_fixture import FORMATS, make_samples
 from support.loading.consume_steps import EPOCHS, mark, open_ranks, steps_of
@@ -184,6 +184,23 @@ def plain(mode, transformed):
     """The options of a mode, on one build."""
     options = {name: value for name, value in mode.items() if name not in {"halves", "weights"}}
     return options | (HOOKS if transformed else {})
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("store", ["gcs", "azure"], indirect=True)
+def test_a_run_from_another_store_resumes_after_kills(
+    store, builds, server, contents, tmp_path, monkeypatch
+):
+    use(monkeypatch, store)
+    url = upload(store, builds["refs"], tmp_path.name)
+    storage = StorageOptions(cache_dir=tmp_path / "cache", cache_bytes=0)
+    options = {"url": url, "image_root": f"{url}/images", "storage": storage, "remainder": "pad"}
+    parts = [(4, 1, 5), (1, 3, 4)]
+    killed = [
+        Segment(world=world, micro_batches=size, workers=2, num_steps=steps, end="kill")
+        for world, size, steps in parts
+    ]
+    check_run(server, killed, options, contents[False, False])
 
 
 @pytest.fixture(scope="module")

@@ -7,26 +7,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from obstore.store import S3Store
+import pytest
+from obstore.store import from_url
 
 from isobatch.shards.stored_group import StoredGroup
 from support.builds.shard_fixture import Sample
-from support.servers import S3Server
+from support.servers import StoreServer
+
+IN_EVERY_STORE = pytest.mark.parametrize("store", ["s3", "gcs", "azure"], indirect=True)
+"""Of a test with the fixture `store`."""
 
 
-def client(s3: S3Server) -> Any:
-    return S3Store(
-        s3.bucket,
-        endpoint=s3.endpoint,
-        access_key_id=s3.access_key,
-        secret_access_key=s3.secret_key,
-        client_options={"allow_http": True},
-    )
+def client(server: StoreServer) -> Any:
+    """Of the server's bucket, whatever the environment says."""
+    config: dict[str, Any] = {name.lower(): value for name, value in server.environment.items()}
+    return from_url(server.uri, config=config, client_options={"allow_http": True})
 
 
-def upload(s3: S3Server, folder: Path, prefix: str) -> str:
+def upload(server: StoreServer, folder: Path, prefix: str) -> str:
     """Put a folder into the bucket; -> its URI."""
-    store = client(s3)
+    store = client(server)
     paths = [path for path in folder.rglob("*") if path.is_file()]
     with ThreadPoolExecutor(8) as pool:
         list(
@@ -35,12 +35,12 @@ def upload(s3: S3Server, folder: Path, prefix: str) -> str:
                 paths,
             )
         )
-    return f"s3://{s3.bucket}/{prefix}"
+    return f"{server.uri}/{prefix}"
 
 
-def use(monkeypatch: Any, s3: S3Server, endpoint: str | None = None) -> None:
+def use(monkeypatch: Any, server: StoreServer, endpoint: str | None = None) -> None:
     """Lead clients to the server, or to a proxy in front of it."""
-    for name, value in {**s3.environment, "AWS_ENDPOINT_URL": endpoint or s3.endpoint}.items():
+    for name, value in server.variables(endpoint or server.endpoint).items():
         monkeypatch.setenv(name, value)
 
 
