@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from isobatch.balance.rng import PARTS, random_bits, random_permutation
-from isobatch.packer.sources.base import Piece
+from isobatch.packer.sources.base import FilePiece
 from isobatch.packer.sources.dataset import Dataset
 
 PIECES = 16
@@ -58,7 +58,7 @@ def cut_dataset(dataset: Dataset, samples: int, seed: int, *, limit: int | None 
     return Cut(tuple(partitions), records)
 
 
-def _pieces(dataset: Dataset, part: int, size: int, number: int) -> list[Piece] | None:
+def _pieces(dataset: Dataset, part: int, size: int, number: int) -> list[FilePiece] | None:
     """Pieces of a part of the dataset in order; None for one that stays whole."""
     if dataset.parts[part].limit is not None:
         return None
@@ -66,11 +66,11 @@ def _pieces(dataset: Dataset, part: int, size: int, number: int) -> list[Piece] 
 
 
 def _deal(
-    pieces: list[Piece] | None, number: int, seed: int, part: int
-) -> list[tuple[Piece, ...] | None]:
+    pieces: list[FilePiece] | None, number: int, seed: int, part: int
+) -> list[tuple[FilePiece, ...] | None]:
     """The pieces of each partition, in order; None for one that gets an uncut part.
 
-    >>> halves = [Piece("a", 0, 5, size=5), Piece("a", 5, None, size=5)]
+    >>> halves = [FilePiece("a", 0, 5, size=5), FilePiece("a", 5, None, size=5)]
     >>> sorted(len(pieces) for pieces in _deal(halves, 2, 0, 0))
     [1, 1]
     """
@@ -89,7 +89,7 @@ def _deal(
     ]
 
 
-def _restricted(dataset: Dataset, pieces: list[tuple[Piece, ...] | None]) -> Dataset:
+def _restricted(dataset: Dataset, pieces: list[tuple[FilePiece, ...] | None]) -> Dataset:
     parts = (
         replace(part, located=replace(part.located, pieces=of))
         for part, of in zip(dataset.parts, pieces, strict=True)
@@ -117,7 +117,7 @@ def cut_from_json(dataset: Dataset, text: str) -> Cut:
     partitions = (
         _restricted(
             dataset,
-            [None if of is None else tuple(Piece(*piece) for piece in of) for of in row],
+            [None if of is None else tuple(FilePiece(*piece) for piece in of) for of in row],
         )
         for row in rows
     )
@@ -140,5 +140,5 @@ def single_pieces(cut: Cut) -> Iterator[tuple[Dataset, float]]:
             yield replace(datasets[0], parts=(one,)), share * cut.part_records[number]
 
 
-def _one_by_one(pieces: tuple[Piece, ...] | None) -> list[tuple[Piece, ...] | None]:
+def _one_by_one(pieces: tuple[FilePiece, ...] | None) -> list[tuple[FilePiece, ...] | None]:
     return [None] if pieces is None else [(piece,) for piece in pieces]

@@ -1,4 +1,4 @@
-"""Packed partitions -> the tables and the index of a build, one partition in memory at a time."""
+"""Packed partitions -> tables and index of a build, one in memory at a time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -2,7 +2,8 @@
 
 A task packs one partition and brings it where all find it, so this process gets figures only. On
 Ray, a task whose node dies runs again elsewhere, and what it brings twice is the same. RAY_ADDRESS
-or an earlier `ray.init` joins a cluster, else Ray starts here with `workers` cores.
+(`auto` on a node of one) or an earlier `ray.init` joins a cluster, else Ray starts here with
+`workers` cores.
 """
 
 import fcntl
@@ -157,10 +158,14 @@ def connect_ray(workers: int) -> Any:
         raise ConfigError("--executor ray needs Ray: pip install 'isobatch[ray]'") from None
     if not ray.is_initialized():
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        # without an address Ray would look for one that some earlier cluster has left behind
+        joins = os.environ.get("RAY_ADDRESS")
+        place: dict[str, Any] = {} if joins else {"address": "local", "num_cpus": workers}
         try:
-            ray.init(**quiet)  # joins the cluster of RAY_ADDRESS, which knows its own cores
-        except Exception:
-            ray.init(address="local", num_cpus=workers, **quiet)
+            ray.init(**place, **quiet)
+        except Exception as error:
+            what = f"Ray cannot join RAY_ADDRESS={joins}" if joins else "Ray cannot start"
+            raise DataError(f"{what}: {first_line(error)}") from None
     logging.getLogger("ray").setLevel(logging.ERROR)  # our own progress says what is done
     return ray
 

@@ -30,7 +30,7 @@ OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Successive records of a file, which can be read without those before them."""
 
     name: str
@@ -66,7 +66,7 @@ class Located:
     """Name of the dataset, where its description gives one."""
     unread: tuple[Unread, ...] = ()
     """Keys of that description which say something that nothing here does."""
-    pieces: tuple[Piece, ...] | None = None
+    pieces: tuple[FilePiece, ...] | None = None
     """What is read of the files, in order; None: everything."""
 
     def identity(self) -> dict[str, str]:
@@ -101,13 +101,13 @@ class Source(ABC):
                 infos.append(self.folder.info(name))
         return infos
 
-    def pieces(self) -> Iterable[Piece]:
+    def pieces(self) -> Iterable[FilePiece]:
         """What is read of the files, in order."""
         if self.located.pieces is not None:
             return self.located.pieces
-        return [Piece(info.name, size=info.size) for info in self.files()]
+        return [FilePiece(info.name, size=info.size) for info in self.files()]
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """The files in pieces of about `num_bytes`, or more where no reader can begin.
 
         None for records that only a reader of all of them finds.
@@ -180,16 +180,16 @@ def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def even_pieces(info: FileInfo, num_bytes: int) -> list[Piece]:
+def even_pieces(info: FileInfo, num_bytes: int) -> list[FilePiece]:
     """A file in pieces of equal size, about `num_bytes`; whole if it is not much larger.
 
     >>> even_pieces(FileInfo("a.jsonl", 10, ""), 4)[-1]
-    Piece(name='a.jsonl', start=5, stop=None, first=5, size=5)
+    FilePiece(name='a.jsonl', start=5, stop=None, first=5, size=5)
     """
     number = max(1, round(info.size / max(1, num_bytes)))
     borders = [info.size * place // number for place in range(number + 1)]
     return [
-        Piece(info.name, start, end if end < info.size else None, start, end - start)
+        FilePiece(info.name, start, end if end < info.size else None, start, end - start)
         for start, end in pairwise(borders)
     ]
 

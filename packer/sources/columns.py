@@ -12,7 +12,7 @@ from typing import Any
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from isobatch.packer.sources.base import Located, OnBytes, Piece, Source
+from isobatch.packer.sources.base import FilePiece, Located, OnBytes, Source
 from isobatch.shards.local_folder import FileInfo
 
 _NEXT_TO_TURNS = frozenset({"system", "system_prompt", "history", "tools", "input", "context"})
@@ -177,7 +177,7 @@ class RenamedSource(Source):
         """Unread columns of the source."""
         return self._source.unread_columns()
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """Pieces of the source."""
         return self._source.cut(num_bytes)
 

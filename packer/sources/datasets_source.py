@@ -13,9 +13,9 @@ from typing import Any
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
+    FilePiece,
     Located,
     OnBytes,
-    Piece,
     Source,
     cut,
     examples,
@@ -84,7 +84,7 @@ class DatasetsSource(Source):
             yield from cut(self._records([piece.name for piece in group]), num_records)
             on_bytes(sum(piece.size for piece in group))
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """Files; those of a folder whose table of metadata names the others stay together."""
         return None if self._together else list(self.pieces())
 

@@ -20,8 +20,8 @@ from isobatch.counting.records.record import MOST_DEPTH, TOO_DEEP, Chunk, RawRec
 from isobatch.counting.records.schemas import CONTENT_KEYS
 from isobatch.packer.sources.base import (
     FIRST_RECORDS,
+    FilePiece,
     OnBytes,
-    Piece,
     Source,
     cut,
     even_pieces,
@@ -73,18 +73,18 @@ class AnnotationSource(Source):
     def _records(self, name: str, on_bytes: OnBytes = lambda _: None) -> Iterator[RawRecord]:
         return read_json_records(self.folder, name, on_bytes=on_bytes)
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """JSON lines by bytes, arrays between records, compressed files whole.
 
         An array is read for it, since only a parser finds where a record begins.
         """
         if {"sampling", "subset"} & dict(self.located.options).keys():
             return None
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         for info in self.files():
             even = even_pieces(info, num_bytes)
             if info.name.endswith(".gz") or len(even) == 1:
-                pieces.append(Piece(info.name, size=info.size))
+                pieces.append(FilePiece(info.name, size=info.size))
             elif _has_lines(self.folder, info.name):
                 pieces += even
             else:
@@ -128,7 +128,7 @@ def read_json_records(
 
 
 def read_json_piece(
-    folder: Folder, piece: Piece, *, on_bytes: OnBytes = lambda _: None
+    folder: Folder, piece: FilePiece, *, on_bytes: OnBytes = lambda _: None
 ) -> Iterator[RawRecord]:
     """Records of a part of a file, as `AnnotationSource.cut` gives it.
 
@@ -162,7 +162,7 @@ def read_json_piece(
 class _Range:
     """The bytes of a piece."""
 
-    def __init__(self, file: IO[bytes], piece: Piece) -> None:
+    def __init__(self, file: IO[bytes], piece: FilePiece) -> None:
         self._file = file
         self._stop = piece.stop
         file.seek(piece.start)
@@ -176,7 +176,7 @@ class _Range:
 class _Lines:
     """The lines that begin in a piece."""
 
-    def __init__(self, file: IO[bytes], piece: Piece) -> None:
+    def __init__(self, file: IO[bytes], piece: FilePiece) -> None:
         self._file = file
         self._stop = piece.stop
         self._has_ended = False
@@ -213,7 +213,7 @@ def _has_lines(folder: Folder, name: str) -> bool:
         return _lines_in(_Window(raw, lambda: None), join(folder.uri, name))
 
 
-def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[Piece]:
+def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[FilePiece]:
     """An array in pieces of about `num_bytes`: reads it once."""
     borders = [(0, 0)]
     with opened(folder, info.name) as raw:
@@ -227,7 +227,7 @@ def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[Piece]
                     borders.append((place, number))
     ends = [*(place for place, _ in borders[1:]), None]
     return [
-        Piece(info.name, start, end, first, (info.size if end is None else end) - start)
+        FilePiece(info.name, start, end, first, (info.size if end is None else end) - start)
         for (start, first), end in zip(borders, ends, strict=True)
     ]
 

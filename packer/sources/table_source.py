@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
+    FilePiece,
     Located,
     OnBytes,
-    Piece,
     Source,
     cut,
     examples,
@@ -155,9 +155,9 @@ class TableSource(Source):
                     reported = piece.size * end // num_rows
             on_bytes(piece.size - reported)
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """Files, and large ones by row groups or record batches."""
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         for info in self.files():
             number = max(1, round(info.size / max(1, num_bytes)))
             blocks: list[Block] = []
@@ -172,7 +172,7 @@ class TableSource(Source):
             for start, stop in zip(starts, [*starts[1:], None], strict=True):
                 end = info.size if stop is None else bytes_before[stop]
                 size = end - bytes_before[start]
-                pieces.append(Piece(info.name, start, stop, int(rows[start]), size))
+                pieces.append(FilePiece(info.name, start, stop, int(rows[start]), size))
         return pieces
 
     def bytes_per_record(self) -> float:
@@ -249,7 +249,7 @@ def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _chunks(
-    new: NewChunk, blocks: Sequence[Block], num_records: int, piece: Piece
+    new: NewChunk, blocks: Sequence[Block], num_records: int, piece: FilePiece
 ) -> Iterator[Chunk]:
     """The chunks of a piece of a file; `blocks` are those of the piece."""
     joined: list[int] = []

@@ -34,9 +34,9 @@ from isobatch.counting.records.media import Media
 from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
 from isobatch.counting.records.schemas import RECORD_KEYS
 from isobatch.packer.sources.base import (
+    FilePiece,
     Located,
     OnBytes,
-    Piece,
     Source,
     cut,
     opened,
@@ -208,14 +208,14 @@ class TarSource(Source):
             else:
                 yield from self._cut(whole, num_records, piece.size, on_bytes)
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """Tars, and large ones between samples: the headers of those are read."""
         if "subset" in dict(self.located.options):
             return None
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         for info in self.files():
             if info.size < 2 * num_bytes or _is_compressed(info.name):
-                pieces.append(Piece(info.name, size=info.size))
+                pieces.append(FilePiece(info.name, size=info.size))
                 continue
             borders = [(0, 0)]
             whole = TarChunk(self.located.folder, info.name, info.name)
@@ -224,7 +224,7 @@ class TarSource(Source):
                     borders.append((border, number))
             ends = [*(border for border, _ in borders[1:]), None]
             pieces += [
-                Piece(info.name, start, end, first, (info.size if end is None else end) - start)
+                FilePiece(info.name, start, end, first, (info.size if end is None else end) - start)
                 for (start, first), end in zip(borders, ends, strict=True)
             ]
         return pieces

@@ -16,8 +16,13 @@ import pytest
 
 from support import ranks
 from support.builds.packed import build, digests
-from support.builds.partitions import CUT, make_raw
-from support.builds.raw_data import good_records, options, write_dataset
+from support.builds.raw_data import (
+    CUT,
+    good_records,
+    options,
+    write_dataset,
+    write_partitioned,
+)
 
 KILLS = min(10, int(os.environ.get("ISOBATCH_TEST_DRAWS", "4")))
 RUN_S = 600
@@ -138,7 +143,7 @@ def kill_builds(dataset, undisturbed, tmp_path, executor, kills):
 def test_a_build_of_several_partitions_killed_at_random_moments_ends_as_if_undisturbed(
     shared, tmp_path
 ):
-    raw = shared("partitions raw", make_raw)
+    raw = shared("partitions raw", write_partitioned)
     whole = shared("partitions packed", lambda folder: build(raw, folder / "out", **CUT)) / "out"
     draw, out, moments = random.Random(), tmp_path / "out", []
     for _ in range(KILLS):

@@ -17,7 +17,7 @@ from isobatch.common.errors import DataError, first_line
 from isobatch.counting.records.media import FILE_KEYS, Media, is_relative_path, marked_files
 from isobatch.counting.records.places.marks import NUMBERED_KEYS
 from isobatch.counting.records.record import Chunk, RawRecord
-from isobatch.packer.sources.base import OnBytes, Piece, Source, has_file
+from isobatch.packer.sources.base import FilePiece, OnBytes, Source, has_file
 from isobatch.packer.sources.trainers.energon import INDEX_NAME, META, shard_counts
 from isobatch.shards.folders import join, on_disk, open_folder
 from isobatch.shards.local_folder import FileInfo
@@ -165,7 +165,7 @@ class AuxSource(Source):
         """Unread columns of the source."""
         return self._source.unread_columns()
 
-    def cut(self, num_bytes: int) -> list[Piece] | None:
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """Pieces of the source."""
         return self._source.cut(num_bytes)
 

@@ -15,8 +15,11 @@ from isobatch.common.errors import DataError
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.folders import open_folder, open_object_folder
 from support.builds.packed import build, digests, quiet
-from support.builds.partitions import CUT, make_raw
-from support.builds.raw_data import options
+from support.builds.raw_data import (
+    CUT,
+    options,
+    write_partitioned,
+)
 
 pytestmark = pytest.mark.server
 
@@ -61,7 +64,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def raw(shared):
-    return shared("partitions raw", make_raw)
+    return shared("partitions raw", write_partitioned)
 
 
 @pytest.fixture(scope="module")

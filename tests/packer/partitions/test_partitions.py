@@ -14,13 +14,20 @@ from isobatch.packer.config import BuildConfig
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import is_complete, read_manifest
 from support.builds.packed import build, digests, quiet, read_index, read_samples
-from support.builds.partitions import CUT, SAMPLES, UNUSABLE, make_raw
-from support.builds.raw_data import options, record, write_dataset
+from support.builds.raw_data import (
+    CUT,
+    SAMPLES,
+    UNUSABLE,
+    options,
+    record,
+    write_dataset,
+    write_partitioned,
+)
 
 
 @pytest.fixture(scope="module")
 def raw(shared):
-    return shared("partitions raw", make_raw)
+    return shared("partitions raw", write_partitioned)
 
 
 @pytest.fixture(scope="module")

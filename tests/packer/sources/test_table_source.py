@@ -20,7 +20,7 @@ from isobatch.counting.records.record import RawRecord
 from isobatch.counting.records.schemas import parse_record
 from isobatch.counting.records.user_map import ALL_COLUMNS
 from isobatch.packer.sources import table_source as tables
-from isobatch.packer.sources.base import Located, Piece, RecordChunk
+from isobatch.packer.sources.base import FilePiece, Located, RecordChunk
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.table_source import TableChunk, TableSource, _chunks
 from support.builds.layouts import CONVERSATION, IMAGE, SCHEMA, write_saved
@@ -110,7 +110,7 @@ def test_chunks_cover_each_row_of_the_blocks_exactly_once(blocks, num_records):
         ),
     )
     try:
-        for chunk in _chunks(new, blocks, num_records, Piece("a")):
+        for chunk in _chunks(new, blocks, num_records, FilePiece("a")):
             if isinstance(chunk, RecordChunk):
                 found = chunk.values
             else:

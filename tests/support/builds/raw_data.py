@@ -3,6 +3,7 @@ ships with us.
 """
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +66,25 @@ def options(folder: Path, out: Path, **changes):
         "chunk_records": 16,
     }
     return values | changes
+
+
+# --- a dataset of several partitions ---
+
+SAMPLES = 2600
+UNUSABLE = {"s100", "s2000"}
+CUT = {"partition_samples": 1000, "max_seq_len": 2048, "shard_mb": 1, "chunk_records": 256}
+
+
+def write_partitioned(folder):
+    """Few records with images and many with text alone, two of which cannot be used."""
+    draw = random.Random(3)
+    rows = good_records(folder, 40)
+    rows += [
+        record(number, text="word " * draw.randrange(20), answer="word " * draw.randrange(1, 20))
+        for number in range(40, SAMPLES)
+    ]
+    rows[100]["conversations"] = []
+    rows[2000]["image"] = "images/none.png"
+    for place, row in enumerate(rows):
+        row["score"] = place / 2 if place % 2 else place
+    return write_dataset(folder, rows, lines=True)
