@@ -167,6 +167,8 @@ class _Queue:
     def __init__(self) -> None:
         self.record_s: float | None = None
         """Seconds that a record takes a worker, as far as is known."""
+        self.num_open = 0
+        """Workers that have opened the dataset."""
         self._changed = threading.Condition()
         self._awaited, self._ahead = deque[_Task](), deque[_Task]()
         self._ended: Exception | None = None  # why no task is taken any more
@@ -289,6 +291,7 @@ def _serve(queue: _Queue, worker: _Worker) -> None:
         if (error := worker.open().error) is not None:
             queue.end(_cannot_open(error))
             return
+        queue.num_open += 1
         while (task := queue.take()) is not None:
             what = task.what
             reply = worker.run(task)

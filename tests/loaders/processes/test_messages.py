@@ -29,13 +29,14 @@ def test_tensors_of_all_kinds_and_sizes():
         for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64):
             tensor = values.to(dtype)
             forms = (tensor, tensor.to(memory_format=torch.channels_last), tensor[::2, :, 1:])
-            for form in (*forms, tensor.transpose(0, 1), tensor.sum(), tensor.view(-1)):
+            single = tensor.sum().expand(1)
+            for form in (*forms, tensor.transpose(0, 1), single, single[0], tensor.view(-1)):
                 found = through({"one": form})["one"]
                 assert found.dtype == form.dtype
                 assert torch.equal(found, form)
                 if form.numel() > 1 and form.is_contiguous(memory_format=torch.channels_last):
                     assert found.is_contiguous(memory_format=torch.channels_last)
-                found.fill_(1)  # nothing that is read only
+                found.fill_(1)  # nothing is read only
 
 
 def test_arrays_views_and_tables():
