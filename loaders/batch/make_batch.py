@@ -1,4 +1,4 @@
-"""`make_batch`: a group as read, decoded, collated and transformed; in any thread or process."""
+"""`make_batch`: a group as read, decoded and transformed, in any thread or process."""
 
 from dataclasses import replace
 

@@ -24,7 +24,7 @@ import torch
 
 from isobatch.common.errors import DataError, IsobatchError, first_line
 from isobatch.common.types import IntArray
-from isobatch.counting.record_counter import CountedRecords
+from isobatch.counting.record_counter import BrokenRecord, CountedRecords
 from isobatch.loaders.batch.make_batch import make_batch
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
@@ -73,6 +73,8 @@ class Worker:
             self._records.as_files = setup.as_files
         self._counter = open_counter(packing, config, self._records.places)
         self._counter.name_blobs(number, size + 1)  # the parent's counter has the others
+        # now, not with the first task: what counting imports
+        self._counter.count(np.zeros(1, np.int64), [BrokenRecord("")])
 
     def count(self, samples: IntArray, items: list[Any] | None) -> tuple[CountedRecords, int]:
         """Count records, of a stream its `items`; -> them, and bytes of a row of their arrays."""

@@ -15,7 +15,7 @@ import torch
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import BalancedLoader
 from support import ROOT
-from support.loading.worker_records import ARRAYS, Killed, Nested, Numbers, encode
+from support.workers.worker_records import ARRAYS, Killed, Nested, Numbers, encode
 
 MOST_S = 60
 ENDS_S = 10
@@ -24,7 +24,7 @@ GUARD = 'if __name__ == "__main__":\n    train()\n'
 SCRIPT = """
 import sys
 from isobatch.loaders import BalancedLoader
-from support.loading.worker_records import ARRAYS, Numbers, encode
+from support.workers.worker_records import ARRAYS, Numbers, encode
 
 def train():
     loader = BalancedLoader(
@@ -115,7 +115,7 @@ def test_a_worker_that_is_killed_while_training_waits():
 
     timer = threading.Timer(0.3, kill)
     timer.start()
-    with pytest.raises(DataError, match="isobatch worker 1 .* was killed by SIGKILL"):
+    with pytest.raises(DataError, match=r"isobatch worker 1 .* was killed by SIGKILL"):
         for _ in steps:
             pass
     assert time.monotonic() - killed_s[0] < ENDS_S
@@ -192,6 +192,6 @@ Unknown.__module__ = "__main__"
 def test_a_class_that_workers_cannot_import_is_named(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "Unknown", Unknown, raising=False)
     loader = BalancedLoader(Unknown(), encode=encode, processes=1, **ARRAYS)
-    with pytest.raises(ConfigError, match="cannot open the dataset .*Unknown.* in a module, not"):
+    with pytest.raises(ConfigError, match=r"cannot open the dataset .*Unknown.* in a module, not"):
         next(iter(loader))
     loader.close()

@@ -9,8 +9,15 @@ from isobatch.loaders import BalancedLoader
 from support.builds.raw_data import write_dataset
 from support.loading.contents import content
 from support.loading.online_data import OPTIONS, records
-from support.loading.worker_records import ARRAYS, Numbers, Pictures, Stream
-from support.loading.worker_records import add_noise, darken, encode
+from support.workers.worker_records import (
+    ARRAYS,
+    Numbers,
+    Pictures,
+    Stream,
+    add_noise,
+    darken,
+    encode,
+)
 
 KINDS = {
     "pictures": (Pictures(), {**OPTIONS, "image_transform": darken, "batch_transform": add_noise}),
