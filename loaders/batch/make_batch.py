@@ -1,4 +1,4 @@
-"""`make_batch`: a group as read, decoded and transformed, in any thread or process."""
+"""`make_batch`: a read group, decoded and transformed, in any thread or process."""
 
 from dataclasses import replace
 

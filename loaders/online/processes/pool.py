@@ -1,4 +1,4 @@
-"""`WorkerPool`: processes that count records, and decode and transform micro-batches.
+"""`WorkerPool`: processes that count records and transform micro-batches.
 
 For datasets and functions in Python, which hold the interpreter's lock: in threads they run one at
 a time. Workers are spawned, so nothing of this process's threads, locks or CUDA is copied. A thread
