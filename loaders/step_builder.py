@@ -9,16 +9,14 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
-from isobatch.common.errors import IsobatchError
 from isobatch.common.visible_text import visible_line
-from isobatch.loaders.batch.collate import collate
+from isobatch.loaders.batch.make_batch import make_batch
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.decode import pixels
@@ -28,7 +26,7 @@ from isobatch.loaders.stats import Meter
 from isobatch.loaders.steps.selection import Selection, StoredSample
 from isobatch.loaders.steps.step_plan import StepPlan
 from isobatch.loaders.steps.steps import Steps
-from isobatch.loaders.transforms import SampleSeeds, transform_batch
+from isobatch.loaders.transforms import SampleSeeds
 from isobatch.models.image_rules import NativeSizeRule
 from isobatch.models.presets import ModelPreset
 from isobatch.shards.stored_group import StoredGroup
@@ -143,13 +141,18 @@ class StepBuilder:
         meter: Meter,
         *,
         are_padded: bool = False,
+        make_elsewhere: Callable[..., MicroBatch] | None = None,
     ) -> None:
-        """`are_padded`: whether micro-batches are planned to be padded."""
+        """`are_padded`: whether micro-batches are planned to be padded.
+
+        `make_elsewhere` makes those that the user's functions transform, of what `make_batch` takes
+        after the config. Decoding alone is as fast in threads, which send no pixels.
+        """
         self._are_padded = are_padded
         self._reader = reader
-        self._model = model
         self._config = config
         self._meter = meter
+        self._make_here, self._make_elsewhere = partial(make_batch, model, config), make_elsewhere
         self._device = None if config.device is None else torch.device(config.device)
         is_cuda = self._device is not None and self._device.type == "cuda"
         self._pin = is_cuda and torch.cuda.is_available()
@@ -208,19 +211,12 @@ class StepBuilder:
             raw = without_media(raw, plan.encoders)
         num_bytes = stored_bytes(raw)
         stored = reader.stored_samples(selection)
-        seeds = None
-        if config.image_transform is not None or config.batch_transform is not None:
-            seeds = SampleSeeds(config.seed, epoch, stored)
-        batch = collate(raw, self._model, config, plan.totals, seeds)
-        if len(batch.sample_ids) != len(stored):  # skipped ones are in it, without labels
-            raise IsobatchError(
-                f"a micro-batch of {len(stored)} samples has {len(batch.sample_ids)}: that is an "
-                "error of Isobatch's; please report it"
-            )
-        builds = tuple(build for build, *_ in stored)
-        batch = replace(batch, is_padded=self._are_padded, sample_builds=builds)
-        if seeds is not None and config.batch_transform is not None:
-            batch = transform_batch(config.batch_transform, batch, raw.where, seeds)
+        make: Callable[..., MicroBatch] = self._make_here
+        is_python = config.batch_transform is not None or (config.image_transform and raw.images)
+        if self._make_elsewhere is not None and is_python:
+            make = self._make_elsewhere
+        seeds = SampleSeeds(config.seed, epoch, stored)
+        batch = make(raw, plan.totals, seeds, self._are_padded)
         if batch.skipped:
             self._meter.add_skipped(len(batch.skipped))
             for why in batch.skipped.values():

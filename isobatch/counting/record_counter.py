@@ -57,7 +57,7 @@ class CountedRecords:
     rejected: list[RejectedSample]
     table: pa.RecordBatch
     """As the packer stages it."""
-    blobs: dict[str, bytes]
+    blobs: Mapping[str, bytes | memoryview]
     """Content of files that came with the records, by the names that the table has for them."""
     never_read: dict[str, NeverRead] = field(default_factory=dict)
     """Part of the dataset -> keys of its usable records that nothing reads."""
@@ -118,7 +118,7 @@ class Renaming(Protocol):
 class _BlobsInMemory:
     """The blobs of several `CountedRecords`, by name."""
 
-    def __init__(self, blobs: dict[str, bytes]) -> None:
+    def __init__(self, blobs: Mapping[str, bytes | memoryview]) -> None:
         self._blobs = blobs
 
     def read(self, name: str, offset: int, size: int, /) -> memoryview:
@@ -210,6 +210,10 @@ class RecordCounter:
             blobs=blobs,
             never_read=self._never_read(table, parts),
         )
+
+    def name_blobs(self, first: int, step: int) -> None:
+        """Name blobs by these numbers from now on, which no other counter of the dataset has."""
+        self._numbers = count(first, step)
 
     def unread_columns(self) -> dict[str, NeverRead]:
         """Part of the dataset -> columns that its records come without."""

@@ -196,7 +196,8 @@ def _chunks(
         is_counted = np.array([row in counted for row in rows.tolist()])
         parts_of_rows = [counted[row] for row in rows[is_counted].tolist()]
         tables = [part.table.slice(row, 1) for part, row in parts_of_rows]
-        blobs = {name: blob for part, _ in parts_of_rows for name, blob in part.blobs.items()}
+        views = {name: blob for part, _ in parts_of_rows for name, blob in part.blobs.items()}
+        blobs = {name: bytes(blob) for name, blob in views.items()}
         if not is_counted.all():
             missing: IntArray = rows[~is_counted]
             table, new = counter.stage(missing, records.take_rows(missing), parts[missing])

@@ -98,14 +98,18 @@ class PackingConfig:
     """Share of unusable samples above which training stops, with a DataError on all ranks."""
     lengths_cache: str | Path | None = None
     """Folder where lengths are kept for later runs on the same dataset, model and tokenizer."""
+    processes: int = 0
+    """Worker processes that read, measure and decode, for records that cost time in Python; 0: the
+    threads of this process. Order and states are the same with any number.
+    """
     epochs: int | None = None
     """Epochs that an iterator gives; None: one at a time, as `StreamingLoader` does."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("max_tokens", "max_vision", "window", "epochs"):
+        for name in ("max_tokens", "max_vision", "window", "processes", "epochs"):
             value = getattr(self, name)
-            lowest = 0 if name == "max_vision" else 1
+            lowest = 0 if name in ("max_vision", "processes") else 1
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} is {value}; it must be at least {lowest}")
         require_multiple(self.pad_each_to, self.max_tokens, "max_tokens")
@@ -148,6 +152,7 @@ class PackingOptions(LoaderOptions, total=False):
     window: int
     max_rejected: float
     lengths_cache: str | Path | None
+    processes: int
     epochs: int | None
 
 

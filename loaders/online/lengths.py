@@ -7,7 +7,7 @@ sample, or in a file that later runs use too.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
@@ -46,8 +46,13 @@ TOLD_S = 10.0
 class Measure(Protocol):
     """Counts records of the dataset."""
 
-    def __call__(self, samples: IntArray) -> CountedRecords:
-        """The records, counted; keeps what reading them will need."""
+    def __call__(
+        self, samples: IntArray, admit: Callable[[IntArray], IntArray]
+    ) -> Iterator[CountedRecords]:
+        """The records, counted some at a time, in order; keeps what reading them will need.
+
+        `admit` is called before some are read, and gives those that there are.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,15 +332,18 @@ class SampleLengths:
         is_unnamed = np.array([sample not in self._ids for sample in samples.tolist()], np.bool_)
         unknown = samples[is_unknown | (self._over(samples) & is_unnamed)]
         reported_s = inf if self.num_measured or self._rank else time.monotonic()
+
+        def admit(chunk: IntArray) -> IntArray:
+            if is_cancelled():
+                raise Cancelled("the loader was closed, or is at another place")
+            return self._existing(chunk)
+
+        num_done = 0
         try:
-            for first in range(0, len(unknown), self._counter.chunk_records):
-                if is_cancelled():
-                    raise Cancelled("the loader was closed, or is at another place")
-                chunk = self._existing(unknown[first : first + self._counter.chunk_records])
-                if not len(chunk):
-                    continue
-                counted = self._measure(chunk)
+            for counted in self._measure(unknown, admit):
+                chunk = counted.indices
                 self._add(chunk, part := _part_of(counted))
+                num_done += len(chunk)
                 over = np.flatnonzero(self._over(chunk))
                 names = counted.table.column("sample_id").take(pa.array(over)).to_pylist()
                 self._ids |= zip(chunk[over].tolist(), names, strict=True)
@@ -344,8 +352,10 @@ class SampleLengths:
                 with self._lock:  # until all ranks have it, since this window may be given up
                     self._unsent += part.rejected
                 if time.monotonic() > reported_s + TOLD_S:  # the first step waits for this
-                    done, reported_s = first + len(chunk), time.monotonic()
-                    messages.print(f"{done:,} of the first {len(unknown):,} samples are measured")
+                    reported_s = time.monotonic()
+                    messages.print(
+                        f"{num_done:,} of the first {len(unknown):,} samples are measured"
+                    )
         except Cancelled:
             raise
         except Exception as error:

@@ -28,6 +28,8 @@ from isobatch.loaders.online.lengths import LengthOptions, SampleLengths
 from isobatch.loaders.online.per_rank.items import of_items, require_own_options, require_records
 from isobatch.loaders.online.per_rank.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.per_rank.streams import StreamRecords
+from isobatch.loaders.online.processes.pool import WorkerPool, require_processes
+from isobatch.loaders.online.processes.worker import WorkerSetup
 from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
 from isobatch.loaders.online.records import Records
 from isobatch.loaders.ranks.compare import RankChecks
@@ -93,6 +95,8 @@ class BalancedLoader(StepStream):
     def _begin(self, dataset: Any, exchange: RankExchange | None) -> None:
         """The beginning of the first epoch."""
         config = self._config
+        if self._packing.processes:
+            require_processes(self._packing.processes)
         is_leader = exchange.rank == 0 if exchange is not None else config.dp_rank == 0
         records = self._open_records(dataset, shows=is_leader)
         packing = self._packing
@@ -134,8 +138,14 @@ class BalancedLoader(StepStream):
         self._told = {"dataset": name} | {k: str(v) for k, v in self._window_identity().items()}
         self._steps = Steps(self._source, config.step_config(), config.planner)
         self._reader, self._meter = reader, Meter()
+        pool = reader.pool = self._pool = self._open_pool(dataset)
         self._builder = StepBuilder(
-            reader, self.model, config, self._meter, are_padded=not packing.packing
+            reader,
+            self.model,
+            config,
+            self._meter,
+            are_padded=not packing.packing,
+            make_elsewhere=None if pool is None else pool.make,
         )
         self._pid, self._running = os.getpid(), None
         self._closed, self._resumes, self.num_dropped_samples = False, False, 0
@@ -154,6 +164,21 @@ class BalancedLoader(StepStream):
             records.as_files = packing.encode is None
         require_records(records, packing)
         return records
+
+    def _open_pool(self, dataset: Any) -> WorkerPool | None:
+        """The worker processes, if there are to be any."""
+        size, records = self._packing.processes, self._records
+        if not size:
+            return None
+        setup = WorkerSetup(
+            dataset=None if isinstance(records, StreamRecords) else dataset,
+            packing=self._packing,
+            # what only this process needs need not be something that can be sent
+            config=replace(self._config, planner=None, gradients=None, device=None),
+            as_files=records.as_files,
+        )
+        self._counter.name_blobs(0, size + 1)
+        return WorkerPool(setup, size)
 
     def _settings(self) -> WindowSettings:
         packing, config = self._packing, self._config
@@ -309,6 +334,8 @@ class BalancedLoader(StepStream):
         """End all threads. Safe to call twice."""
         self._source.close()
         super().close()
+        if self._pool is not None:
+            self._pool.close()
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError(_ONE_PROCESS)
@@ -318,6 +345,6 @@ class BalancedLoader(StepStream):
 
 
 _ONE_PROCESS = (
-    "a BalancedLoader cannot go to a worker process: it measures and decodes in threads; use "
-    "num_workers=0"
+    "a BalancedLoader cannot go to a worker process: it measures and decodes in threads, or in "
+    "processes=N of its own; use num_workers=0"
 )

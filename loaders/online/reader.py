@@ -7,7 +7,7 @@ again, so only the rank that trains on a sample reads its files.
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from isobatch.common.types import COUNT_COLUMNS, BoolArray, IntArray
 from isobatch.common.visible_text import visible_line
 from isobatch.counting.record_counter import CountedRecords, RecordCounter, RejectedSample
 from isobatch.loaders.online.lengths import SampleLengths
+from isobatch.loaders.online.processes.pool import WorkerPool
 from isobatch.loaders.online.records import Records
 from isobatch.loaders.read.reader import with_extras
 from isobatch.loaders.steps.selection import Selection, StoredSample
@@ -53,20 +54,52 @@ class RecordReader:
         self._number, self._held_bytes = 0, 0
         self.lengths: SampleLengths
         """What steps were planned by; set once."""
+        self.pool: WorkerPool | None = None
+        """Processes that count records; None: threads of this one do."""
 
     @property
     def row_bytes(self) -> int:
         """Bytes of arrays for each unit of what they cost the vision encoder."""
         return self._counter.row_bytes
 
-    def measure(self, samples: IntArray) -> CountedRecords:
-        """Records, counted, and kept for `read`."""
-        counted = self._counter.count(samples, self.records.take(samples))
+    def measure(
+        self, samples: IntArray, admit: Callable[[IntArray], IntArray]
+    ) -> Iterator[CountedRecords]:
+        """Records, counted some at a time, in order, and kept for `read`.
+
+        `admit` is called before some are read, and gives those that there are.
+        """
+        for counted in self._count(self._chunks(samples, admit), is_awaited=False):
+            self._keep(counted)
+            yield counted
+
+    def _chunks(
+        self, samples: IntArray, admit: Callable[[IntArray], IntArray]
+    ) -> Iterator[IntArray]:
+        while len(samples):
+            size = self._counter.chunk_records
+            if self.pool is not None:
+                size = self.pool.records_per_task(size)
+            if len(chunk := admit(samples[:size])):
+                yield chunk
+            samples = samples[size:]
+
+    def _count(self, chunks: Iterable[IntArray], *, is_awaited: bool) -> Iterator[CountedRecords]:
+        """Chunks of records, counted in this thread or by the workers."""
+        if self.pool is None:
+            for chunk in chunks:
+                yield self._counter.count(chunk, self.records.take(chunk))
+            return
+        for counted, row_bytes in self.pool.count(chunks, self.records, is_awaited=is_awaited):
+            self._counter.row_bytes = max(self._counter.row_bytes, row_bytes)
+            yield counted
+
+    def _keep(self, counted: CountedRecords) -> None:
         self.has_videos = self.has_videos or counted.has_videos
         with self._lock:
             self._number += 1
             self._kept[self._number] = counted
-            rows = enumerate(samples.tolist())
+            rows = enumerate(counted.indices.tolist())
             self._places |= {index: (self._number, row) for row, index in rows}
             self._held_bytes += counted.num_bytes
             while self._held_bytes > self._kept_bytes:
@@ -75,7 +108,6 @@ class RecordReader:
                 for index in dropped.indices.tolist():
                     if self._places.get(index, (0, 0))[0] == number:
                         del self._places[index]
-        return counted
 
     def drop(self, samples: IntArray) -> None:
         """Forget samples, and counted records of which no other is left."""
@@ -123,7 +155,9 @@ class RecordReader:
         """Nothing: kept records go when others come."""
 
     def cancel(self) -> None:
-        """Nothing: no read waits for long."""
+        """End reads that no worker has begun; others do not wait for long."""
+        if self.pool is not None:
+            self.pool.cancel()
 
     def close(self) -> None:
         """Drop what is kept."""
@@ -148,8 +182,10 @@ class RecordReader:
             parts = [(self._kept[number], np.array(rows)) for number, rows in by_number.items()]
         if missing:
             again = np.array(missing, np.int64)
-            counted = self._counter.count(again, self.records.take(again))
-            parts.append((counted, np.arange(len(again))))
+            # a thread has all at once, workers share them
+            chunks = [again] if self.pool is None else self._chunks(again, lambda chunk: chunk)
+            counted_again = self._count(chunks, is_awaited=True)
+            parts += [(counted, np.arange(len(counted.indices))) for counted in counted_again]
         usable, lost = [], []
         for counted, rows in parts:
             same = self._as_planned(counted, rows)

@@ -73,8 +73,12 @@ class Records:
         if isinstance(self._dataset, _Undecoded) or is_hugging_face(self._dataset):
             with suppress(Exception):  # of one of them: each by itself tells which
                 values = self._dataset.__getitems__(chosen)  # type: ignore[attr-defined]
-                return [self._transformed(value) for value in values]
+                return self.transformed(values)
         return [self._one(index) for index in chosen]
+
+    def transformed(self, values: Sequence[Any]) -> list[Any]:
+        """Records of the dataset's items; a `BrokenRecord` for each that cannot be read."""
+        return [self._transformed(value) for value in values]
 
     def take_rows(self, rows: IntArray) -> list[Any]:
         """Records by their places in the dataset, which are their indices here."""

@@ -51,7 +51,7 @@ def cut_dataset(dataset: Dataset, samples: int, seed: int, *, limit: int | None 
     if number == 1:
         return Cut((dataset,), records)
     dealt = [
-        _deal(_pieces(dataset, part, size, number), number, seed, part)
+        deal(_pieces(dataset, part, size, number), number, seed, part)
         for part, size in enumerate(sizes)
     ]
     partitions = (_restricted(dataset, [of[place] for of in dealt]) for place in range(number))
@@ -65,13 +65,13 @@ def _pieces(dataset: Dataset, part: int, size: int, number: int) -> list[FilePie
     return dataset.parts[part].open().cut(max(MIN_BYTES, size // (number * PIECES)))
 
 
-def _deal(
+def deal(
     pieces: list[FilePiece] | None, number: int, seed: int, part: int
 ) -> list[tuple[FilePiece, ...] | None]:
     """The pieces of each partition, in order; None for one that gets an uncut part.
 
     >>> halves = [FilePiece("a", 0, 5, size=5), FilePiece("a", 5, None, size=5)]
-    >>> sorted(len(pieces) for pieces in _deal(halves, 2, 0, 0))
+    >>> sorted(len(pieces) for pieces in deal(halves, 2, 0, 0))
     [1, 1]
     """
     phase = int(random_bits(1, seed, PARTS, epoch=1, place=part)[0]) / 2**64

@@ -158,10 +158,14 @@ class StreamRecords(Records):
 
     def take(self, indices: IntArray) -> list[Any]:
         """What `read` has just found; DataError for other items, which can be read only once."""
+        return self.transformed(self.take_items(indices))
+
+    def take_items(self, indices: IntArray) -> list[Any]:
+        """The same as the dataset gave them."""
         there, values = self._found
         if indices is not there:  # a thread of an iterator that has ended
             raise DataError("items of a stream are read once, and these were given")
-        return list(map(self._transformed, values))
+        return values
 
     def _count(self, value: Any) -> None:
         """Note an item, where other ranks may have the same ones."""

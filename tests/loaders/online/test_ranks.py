@@ -108,7 +108,7 @@ def go_wrong(said, folder):
     rank = dist.get_rank()
     rows = [record(number, answer="word " * 9) for number in range(60)]
 
-    def fails(samples):
+    def fails(samples, admit):
         raise RuntimeError("the disk of rank 1 is gone")
 
     cases = {

@@ -87,7 +87,7 @@ def test_records_in_memory_become_the_packers_build(folder, tmp_path, counted):
         loader = opened(rows, data_root=str(folder))
         del counted[:]  # what tells the dataset from others
         if name == "some":
-            loader._reader.measure(np.arange(68, 0, -3))
+            list(loader._reader.measure(np.arange(68, 0, -3), np.asarray))
         for _ in loader if name == "all" else ():
             pass
         known, counted[:] = sum(counted), []

@@ -1,0 +1,229 @@
+"""What partitions cost: groups and order of 16 against one, and memory of who joins them.
+
+    python benchmarks/packing_partitions.py FILE... [--partitions 16] [--dp 8] [--join 1 16]
+
+FILE: a counts.parquet, or a length file as the OmniBal authors publish them; several are one
+dataset, one source after the other. Its samples are dealt to partitions as `packer build` deals
+pieces of files (16 contiguous pieces of a source for each), and grouped by the packer's code under
+the caps of the whole. Fill, waiting and mixture of sources are those of `packer report`.
+
+`--join N...`: N partitions of a million samples each (lengths drawn with a fixed seed, no images)
+are joined by the packer's code; peak memory of that process, and what it reads per sample.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.common.types import COUNT_COLUMNS, Groups, Limits
+from isobatch.packer.group import Grouping, group_counts, group_within, read_lengths
+from isobatch.packer.partitions.cut import PIECES, deal
+from isobatch.packer.partitions.join import join_partitions
+from isobatch.packer.partitions.partition import ROWS_NAME, PackedPartition
+from isobatch.packer.partitions.results import TABLES, Results
+from isobatch.packer.report.figures import Report, make_report
+from isobatch.packer.sources.base import FilePiece
+from isobatch.shards.index import IndexPart, join_parts
+from isobatch.shards.manifest import BuildFile
+from isobatch.shards.stored_group import PackedBlock
+from isobatch.shards.tables import (
+    COUNTS_NAME,
+    COUNTS_SCHEMA,
+    GROUPS_NAME,
+    REJECTED_NAME,
+    counts_arrays,
+    groups_table,
+    reject_rows,
+    source_numbers,
+    write_table,
+)
+
+MILLION = 1_000_000
+console = Console(width=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--partitions", type=int, default=16)
+    parser.add_argument("--dp", type=int, default=8)
+    parser.add_argument("--max-seq-len", type=int, default=4096)
+    parser.add_argument("--join", nargs="*", type=int, default=[])
+    parser.add_argument("--joined", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.joined:
+        return join(Path(options.joined[0]), int(options.joined[1]))
+    if options.files:
+        console.print(groups_and_order(options))
+    if options.join:
+        console.print(memory(options.join))
+    return None
+
+
+# --- groups and order ---
+
+
+def groups_and_order(options: argparse.Namespace) -> Table:
+    counts = pa.concat_tables([read_lengths(file) for file in options.files]).combine_chunks()
+    counts = counts.set_column(0, "position", pa.array(np.arange(len(counts))))
+    table = Table(title=f"{len(counts):,} samples, dp {options.dp}")
+    for name in ("partitions", "groups", "fill", "waiting ViT", "waiting LLM", "source entropy"):
+        table.add_column(name, justify="right")
+    arrays = counts_arrays(counts)
+    settings = GroupOptions(max_seq_len=options.max_seq_len)
+    unit = "vit_tokens" if arrays.num_image_patches.max() < 2 else "image_patches"
+    whole = group_counts(arrays, settings, vision_unit=unit, context_len=1 << 20)
+    for number in (1, options.partitions):
+        found = whole if number == 1 else in_partitions(counts, whole.limits, settings, number)
+        with TemporaryDirectory() as folder:
+            report = written(counts, found, Path(folder), options.dp)
+        ours = report.methods["ours"]
+        table.add_row(
+            f"{number}",
+            f"{report.num_groups:,}",
+            f"{report.fill:.2%}",
+            f"{ours.dist_ratio_vit:.2%}",
+            f"{ours.dist_ratio_llm:.2%}",
+            f"{ours.shuffle[1].source_entropy:.3f}",
+        )
+    return table
+
+
+def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, number: int) -> Grouping:
+    """Groups of samples of one partition each, one partition after the other."""
+    sources = source_numbers(counts)
+    rows: list[list[np.ndarray]] = [[] for _ in range(number)]
+    for source in range(int(sources.max()) + 1):
+        members = np.flatnonzero(sources == source)
+        borders = np.linspace(0, len(members), number * PIECES + 1).astype(int).tolist()
+        pieces = [FilePiece("", start, end, size=end - start) for start, end in pairwise(borders)]
+        for place, of in enumerate(deal(pieces, number, options.seed, source)):
+            rows[place] += [members[piece.start : piece.stop] for piece in of or ()]
+    parts, over = [], []
+    for chosen in rows:
+        mine = np.concatenate(chosen)
+        arrays = counts_arrays(counts.take(pa.array(mine)))
+        grouping = group_within(arrays, limits, options, [])
+        parts.append((mine[grouping.groups.samples], grouping.groups.sizes))
+        over += [(int(mine[row]), reason, detail) for row, reason, detail in grouping.over]
+    samples, sizes = (np.concatenate(each) for each in zip(*parts, strict=True))
+    groups = Groups(samples, np.concatenate([[0], np.cumsum(sizes)]))
+    return Grouping(groups=groups, limits=limits, over=over, limits_explained=[])
+
+
+def written(counts: pa.Table, found: Grouping, folder: Path, dp: int) -> Report:
+    write_table(counts, folder / COUNTS_NAME)
+    write_table(groups_table(found.groups, counts_arrays(counts)), folder / GROUPS_NAME)
+    write_table(reject_rows(counts, found.over), folder / REJECTED_NAME)
+    limits = {**found.limits.to_json(), "limits_explained": found.limits_explained}
+    (folder / "limits.json").write_text(json.dumps(limits))
+    return make_report(folder, dp=dp)
+
+
+# --- memory of joining ---
+
+
+def memory(numbers: list[int]) -> Table:
+    table = Table(title="joining partitions of a million samples")
+    for name in ("samples", "peak memory", "over the first", "read per sample", "seconds"):
+        table.add_column(name, justify="right")
+    first = 0
+    with TemporaryDirectory() as folder:
+        make_partition(Path(folder))
+        size = sum(file.stat().st_size for file in Path(folder, "partition").iterdir())
+        for number in numbers:
+            command = [sys.executable, __file__, "--joined", folder, str(number)]
+            ran = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds, peak = ran.stdout.split()
+            first = first or int(peak)
+            table.add_row(
+                f"{number * MILLION:,}",
+                f"{int(peak) / 1024:,.0f} MiB",
+                f"{int(peak) / first - 1:+.1%}",
+                f"{size / MILLION:.0f} B",
+                f"{float(seconds):.0f}",
+            )
+    return table
+
+
+def make_partition(folder: Path) -> None:
+    """The results of one partition: groups of some 16 samples, ids of the usual length."""
+    rng = np.random.default_rng(0)
+    target = folder / "partition"
+    target.mkdir()
+    loads = {name: rng.integers(0, 3000, MILLION).astype(np.int32) for name in COUNT_COLUMNS}
+    columns = {
+        "position": np.arange(MILLION),
+        "sample_id": [f"source-{place % 7}/{place:09d}" for place in range(MILLION)],
+        "source": [f"source-{place % 7}" for place in range(MILLION)],
+        **loads,
+        "seq_len": loads["num_text_tokens"],
+        "media_bytes": rng.integers(0, 1 << 20, MILLION),
+    }
+    counts = pa.table({f.name: pa.array(columns[f.name], f.type) for f in COUNTS_SCHEMA})
+    offsets = np.append(np.arange(0, MILLION, 16), MILLION)
+    groups = Groups(rng.permutation(MILLION), offsets)
+    write_table(counts, target / COUNTS_NAME)
+    write_table(groups_table(groups, counts_arrays(counts)), target / GROUPS_NAME)
+    write_table(reject_rows(counts, [(5, "missing_image", "a.png")]), target / REJECTED_NAME)
+    ids = counts.column("sample_id").take(pa.array(groups.samples)).to_pylist()
+    part = IndexPart(0)
+    block = PackedBlock.__new__(PackedBlock)
+    for name, value in {
+        "group_offsets": offsets,
+        "counts": {name: values[groups.samples] for name, values in loads.items()},
+        "sample_ids": ids,
+    }.items():
+        object.__setattr__(block, name, value)
+    part.add(block, [(place * 1000, 1000) for place in range(len(groups))])
+    part.file = BuildFile(name="shards/shard-00000-00000.arrow", size=1, checksum="0")
+    part.save(folder / "part.arrow")
+    figures = join_parts([folder / "part.arrow"], target / ROWS_NAME)
+    packed = PackedPartition(
+        num_read=MILLION,
+        num_repeated=0,
+        index=figures,
+        shards=[part.file.to_json()],
+        limits={},
+        limits_explained=[],
+        extras={},
+        has_videos=False,
+        never_read={},
+    )
+    (folder / "packed.json").write_text(packed.to_json())
+
+
+def join(folder: Path, number: int) -> None:
+    class Same(Results):
+        """Every partition is the same one."""
+
+        @contextmanager
+        def opened(self, number, names):
+            yield folder / "partition"
+
+    packed = PackedPartition.from_json((folder / "packed.json").read_text())
+    started = time.perf_counter()
+    with TemporaryDirectory(dir=folder) as out:
+        join_partitions(Same(str(folder)), [packed] * number, Path(out))
+        assert all(Path(out, name).exists() for name in TABLES)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(time.perf_counter() - started, peak)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Worker processes of a loader without a build."""

@@ -1,0 +1,1 @@
+"""Datasets that worker processes of a loader import."""
