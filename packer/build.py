@@ -40,7 +40,7 @@ from isobatch.packer.partitions.partition import (
     tokenizer_place,
 )
 from isobatch.packer.partitions.results import Results
-from isobatch.packer.partitions.run import count_partition, pack_partition, run_jobs
+from isobatch.packer.partitions.run import alone_in, count_partition, pack_partition, run_jobs
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import (
     BuildSummary,
@@ -198,13 +198,15 @@ class Builder:
                 " yet: whoever finishes last completes the build"
             )
             return None
-        try:
-            return self._join(dataset, results, len(jobs))
-        except (OSError, DataError):
-            # another share may have completed the build meanwhile, and removed what it was made of
-            if config.share and is_complete(config.out):
-                return self._finished(dataset)
-            raise
+        with alone_in(self.staging.folder):
+            try:
+                if not is_complete(config.out):
+                    return self._join(dataset, results, len(jobs))
+            except (OSError, DataError):
+                # a share on another machine may have completed it, and removed what it is made of
+                if not (config.share and is_complete(config.out)):
+                    raise
+        return self._finished(dataset)
 
     def _run(
         self, function: Callable[[PartitionJob], Result], jobs: list[PartitionJob]

@@ -48,8 +48,8 @@ def read_text(path: str | Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
+    """Write a text file in UTF-8, whole or not at all, also beside others who write it."""
+    temporary = path.with_name(f"{path.name}-{os.urandom(4).hex()}.tmp")
     temporary.write_text(text, "utf-8")
     temporary.replace(path)
 

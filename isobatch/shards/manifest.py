@@ -174,7 +174,8 @@ def write_manifest(out: Path, values: dict[str, Any]) -> None:
     """
     values = {"format_version": FORMAT_VERSION, **values}
     values["content_hash"] = hash_json(values)
-    temporary = out / (MANIFEST_NAME + ".tmp")
+    # another machine may be completing the same build
+    temporary = out / f"{MANIFEST_NAME}-{os.urandom(4).hex()}.tmp"
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(values, file, indent=1, ensure_ascii=False)
         file.write("\n")

@@ -105,12 +105,19 @@ def _load(
 def _alone(job: PartitionJob) -> Iterator[Partition]:
     """The partition in a work folder of this machine, when no other process works there."""
     work = Path(job.work, gethostname(), f"{job.number or 0:05d}")
-    work.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(work, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with alone_in(work):
         model, tokenizer = load_tools(job.config)
         yield Partition(replace(job, work=str(work)), model, tokenizer, StageProgress())
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine is in here with this folder; makes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import pyarrow.parquet as pq
@@ -83,6 +85,25 @@ def test_shares_in_any_order_and_twice_end_as_one_build(raw, packed, tmp_path, c
     for wrong in ("0/4", "5/4", "1", "a/b", "1/4/2"):
         with pytest.raises(ConfigError, match=f"--partitions {wrong}: give K/N"):
             build(raw, out, partitions=wrong, **CUT)
+
+
+def test_shares_at_one_time_complete_one_build(raw, packed, tmp_path):
+    """Four jobs begin together, two of them with the same share."""
+    settings = options(raw, tmp_path / "out", **CUT)
+    config = tmp_path / "build.toml"
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in settings.items()))
+    command = [sys.executable, "-m", "isobatch.packer", "build", "--config", str(config)]
+    jobs = [
+        subprocess.Popen(
+            [*command, "--partitions", f"{share}/3"], stderr=subprocess.PIPE, text=True
+        )
+        for share in (1, 2, 3, 2)
+    ]
+    for job in jobs:
+        _, said = job.communicate(timeout=300)
+        assert job.returncode == 0, said
+    (tmp_path / "out" / "report.html").unlink()
+    assert digests(tmp_path / "out") == digests(packed)
 
 
 def test_a_share_of_other_data_or_settings_is_refused(raw, tmp_path):
