@@ -219,7 +219,7 @@ def join(folder: Path, number: int) -> None:
     packed = PackedPartition.from_json((folder / "packed.json").read_text())
     started = time.perf_counter()
     with TemporaryDirectory(dir=folder) as out:
-        join_partitions(Same(str(folder)), [packed] * number, Path(out))
+        join_partitions(Same(str(folder), ""), [packed] * number, Path(out))
         assert all(Path(out, name).exists() for name in TABLES)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(time.perf_counter() - started, peak)

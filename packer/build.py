@@ -22,7 +22,14 @@ from isobatch.counting.text.chat_tokenizer import ChatTokenizer
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.hf_processor import open_processor
 from isobatch.models.image_rules import ProcessorRule
-from isobatch.packer.build_dir import DEMO_FOLDER, TABLE_NAMES, BuildIdentity, clear, locked
+from isobatch.packer.build_dir import (
+    DEMO_FOLDER,
+    TABLE_NAMES,
+    BuildIdentity,
+    clear,
+    locked,
+    unfinished_other,
+)
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.staging import Staging
@@ -108,11 +115,12 @@ class Builder:
         config = self.config
         is_complete(config.out)  # raises for a wrong place before anything is made or removed
         with self._dataset(overwrite=overwrite) as dataset:
-            cut = self._cut(dataset)
-            self.identity.is_cut = len(cut.partitions) > 1
             if is_complete(config.out):
                 return self._finished(dataset)
-            self._claim(dataset)
+            results = Results(self._place, self.identity.key(dataset))
+            cut = self._cut(dataset, results)
+            self.identity.is_cut = len(cut.partitions) > 1
+            self._claim(dataset, results)
             if self._samples is None and not self.staging.samples.exists():
                 self._note_surprises(dataset)
             (self.out / "shards").mkdir(exist_ok=True)
@@ -121,14 +129,20 @@ class Builder:
                 rows = [self.staging.folder / ROWS_NAME]
                 merge_index(rows, [packed[0].index], [len(packed[0].shards)], self.out)
                 return self._finish(dataset, packed)
-            return self._build_partitions(dataset, cut)
+            try:
+                return self._build_partitions(dataset, cut, results)
+            except (OSError, DataError):
+                # a share on another machine may have completed it, and removed what it is made of
+                if not (config.share and is_complete(config.out)):
+                    raise
+            return self._finished(dataset)
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet, and returns both."""
         if is_complete(self.config.out):
             raise ConfigError(f"{self.config.out} holds a finished build: choose another --out")
         with self._dataset() as dataset:
-            self._claim(dataset)
+            self._claim(dataset, Results(self._place, self.identity.key(dataset)))
             self._note_surprises(dataset)
             tables = self._only(dataset).counts()
             if self.publisher:
@@ -155,19 +169,20 @@ class Builder:
 
     # --- several partitions, or another executor ---
 
-    def _cut(self, dataset: Dataset) -> Cut:
+    def _cut(self, dataset: Dataset, results: Results) -> Cut:
         """The dataset in partitions."""
         if self._samples is not None:
             return Cut((dataset,), ())
         config = self.config
-        results = Results(self._place)
         if (text := results.read_text(CUT_NAME)) is not None:
             return cut_from_json(dataset, text)
         return cut_dataset(dataset, config.partition_samples, config.seed, limit=config.limit)
 
-    def _build_partitions(self, dataset: Dataset, cut: Cut) -> BuildSummary | None:
-        config, results = self.config, Results(self._place)
-        jobs = self._jobs(cut, self._decisions(results, cut))
+    def _build_partitions(
+        self, dataset: Dataset, cut: Cut, results: Results
+    ) -> BuildSummary | None:
+        config = self.config
+        jobs = self._jobs(cut, self._decisions(results, cut), results.key)
         if needs_counts(config, dataset) and len(jobs) > 1:
             with self.progress.stage("count", len(jobs), unit="partitions") as stage:
                 mine = [jobs[place] for place in self._share(len(jobs))]
@@ -192,6 +207,8 @@ class Builder:
             for _, packed in self._run(pack_partition, [jobs[place] for place in todo]):
                 stage.advance(1)
                 stage.count(packed.index.sums["num_samples"])
+        if config.share and is_complete(config.out):
+            return self._finished(dataset)
         if others := results.missing(len(jobs)):
             self._note(
                 f"{len(share):,} partitions are packed; {len(others):,} of {len(jobs):,} are not"
@@ -199,13 +216,8 @@ class Builder:
             )
             return None
         with alone_in(self.staging.folder):
-            try:
-                if not is_complete(config.out):
-                    return self._join(dataset, results, len(jobs))
-            except (OSError, DataError):
-                # a share on another machine may have completed it, and removed what it is made of
-                if not (config.share and is_complete(config.out)):
-                    raise
+            if not is_complete(config.out):
+                return self._join(dataset, results, len(jobs))
         return self._finished(dataset)
 
     def _run(
@@ -231,7 +243,7 @@ class Builder:
             return decisions
         return Decisions.from_json(text)
 
-    def _jobs(self, cut: Cut, decisions: Decisions) -> list[PartitionJob]:
+    def _jobs(self, cut: Cut, decisions: Decisions, key: str) -> list[PartitionJob]:
         is_cut = len(cut.partitions) > 1
         return [
             PartitionJob(
@@ -240,6 +252,7 @@ class Builder:
                 number=number if is_cut else None,
                 work=str(self.out.absolute() / "staging" / "work"),
                 out=self._place,
+                key=key,
                 decisions=decisions,
                 is_checked_later=True,
             )
@@ -285,11 +298,12 @@ class Builder:
                 clear(self.out)
             yield self._demo() if is_drawn else self._find()
 
-    def _claim(self, dataset: Dataset) -> None:
+    def _claim(self, dataset: Dataset, results: Results) -> None:
         self.identity.claim(self.staging.folder, dataset)
         if self.publisher:
-            with_others = self.identity.hash(dataset) if self.config.share else None
-            self.publisher.claim(with_others)
+            if results.are_others_there():
+                raise unfinished_other(self._place)
+            self.publisher.claim(results.key if self.config.share else None)
 
     def _finished(self, dataset: Dataset) -> BuildSummary:
         """The summary of an earlier run's build; DataError if that is another build."""
@@ -298,7 +312,7 @@ class Builder:
             rejected = read_table(folder / REJECTED_NAME)
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
-            Results(self._place).remove()
+            Results(self._place, "").remove()
             self.publisher.forget()
         else:  # the run that wrote the manifest may have been killed before it did
             self.staging.remove()

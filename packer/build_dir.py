@@ -75,9 +75,11 @@ class BuildIdentity:
             **({"partition_samples": self.config.partition_samples} if self.is_cut else {}),
         }
 
-    def hash(self, dataset: Dataset) -> str:
-        """SHA-256 of what decides the bytes, the raw files left out."""
-        return hash_json([self.settings(dataset), self.model, self.tokenizer.hash])
+    def key(self, dataset: Dataset) -> str:
+        """A name for the unfinished build: changes with its data, its settings and its cut."""
+        files = [_state(part)["files"] for part in dataset.parts]
+        cut = self.config.partition_samples, self.config.chunk_records
+        return hash_json([self.settings(dataset), self.model, self.tokenizer.hash, files, cut])[:24]
 
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; DataError if it is of other data or settings.
@@ -85,6 +87,7 @@ class BuildIdentity:
         Compares annotations by content, containers by name and size, other files not at all.
         """
         manifest = read_manifest(out).values
+        self.is_cut = "partition_samples" in manifest["config"]
         recorded = [manifest[name] for name in ("config", "raw_files", "model")]
         wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
         if recorded != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
@@ -110,10 +113,7 @@ class BuildIdentity:
         is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
         # a build that failed before it had counted anything blocks nobody
         if is_anothers and any(staging.rglob("*.arrow")):
-            there = f"{staging.parent} holds an unfinished build of other data or settings"
-            raise DataError(f"{there}: finish that one, {ELSEWHERE}")
-        if is_anothers:
-            shutil.rmtree(staging / "partitions", ignore_errors=True)  # what that one decided
+            raise unfinished_other(str(staging.parent))
         if not marker.exists() or is_anothers:
             write_text(marker, json.dumps(identity, indent=1))
 
@@ -146,7 +146,7 @@ class BuildIdentity:
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
             "config": settings,
-            "config_hash": self.hash(dataset),
+            "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
             "raw_files": _describe_raw(dataset),
             "model": self.model,
             "tokenizer": {key: getattr(self.tokenizer, key) for key in keys},
@@ -169,6 +169,12 @@ def _group_settings(config: BuildConfig) -> dict[str, Any]:
     if config.pad_each_to == 1:
         del settings["pad_each_to"]
     return settings
+
+
+def unfinished_other(place: str) -> DataError:
+    """The error for a place where another build was begun."""
+    there = f"{place} holds an unfinished build of other data or settings"
+    return DataError(f"{there}: finish that one, {ELSEWHERE}")
 
 
 def _another(out: str) -> DataError:

@@ -84,7 +84,7 @@ class Publisher:
         """Remove the work folder, and the mark at the URI if it is this build's."""
         if self._claim.exists() and self._holder() == self._claim.read_bytes():
             self._bucket.delete([BUILDING_NAME])
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # another share may do the same
 
     def _upload(self, *names: str) -> None:
         for name in names:

@@ -54,8 +54,12 @@ def cut_dataset(dataset: Dataset, samples: int, seed: int, *, limit: int | None 
         deal(_pieces(dataset, part, size, number), number, seed, part)
         for part, size in enumerate(sizes)
     ]
-    partitions = (_restricted(dataset, [of[place] for of in dealt]) for place in range(number))
-    return Cut(tuple(partitions), records)
+    pieces = [[of[place] for of in dealt] for place in range(number)]
+    # of few files that stay whole there are fewer
+    pieces = [of for of in pieces if any(part != () for part in of)]
+    if len(pieces) == 1:
+        return Cut((dataset,), records)
+    return Cut(tuple(_restricted(dataset, of) for of in pieces), records)
 
 
 def _pieces(dataset: Dataset, part: int, size: int, number: int) -> list[FilePiece] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -32,8 +33,8 @@ from isobatch.packer.partitions.run import load_tools, run_jobs
 from isobatch.packer.sources.dataset import Dataset
 from isobatch.shards.tables import counts_arrays
 
-DRAWN_PIECES = 64
-"""Pieces whose first records are counted for the caps: some 65,000 samples."""
+DRAWN_CHUNKS = 64
+"""Chunks that are counted for the caps, the first of as many pieces: some 65,000 samples."""
 
 
 def needs_counts(config: BuildConfig, dataset: Dataset) -> bool:
@@ -47,7 +48,9 @@ def decide_limits(cut: Cut, config: BuildConfig) -> Decisions:
     DataError if none of them is usable.
     """
     model, _ = load_tools(config)
-    jobs = [_DrawnJob(config, dataset) for dataset in _drawn(cut, config.seed)]
+    drawn_pieces = list(_drawn(cut, config.seed))
+    each = -(-DRAWN_CHUNKS // len(drawn_pieces))
+    jobs = [_DrawnJob(config, dataset, each) for dataset in drawn_pieces]
     results = run_jobs(_count_first, jobs, executor=config.executor, workers=config.workers)
     tables = dict(results)
     counts = pa.concat_tables(tables[place] for place in range(len(jobs)))
@@ -97,33 +100,35 @@ class _DrawnJob:
     config: BuildConfig
     dataset: Dataset
     """One piece."""
+    chunks: int
 
 
 def _drawn(cut: Cut, seed: int) -> Iterator[Dataset]:
-    """DRAWN_PIECES pieces, at most, as likely as they have records."""
+    """DRAWN_CHUNKS pieces, at most, as likely as they have records."""
     pieces = list(single_pieces(cut))
     order = random_permutation(len(pieces), seed, PARTS, epoch=2)
     ends = np.cumsum(np.array([records for _, records in pieces])[order])
-    wanted = (np.arange(DRAWN_PIECES) + 0.5) / DRAWN_PIECES * ends[-1]
+    wanted = (np.arange(DRAWN_CHUNKS) + 0.5) / DRAWN_CHUNKS * ends[-1]
     for place in np.unique(np.searchsorted(ends, wanted)).tolist():
         yield pieces[order[place]][0]
 
 
 def _count_first(job: _DrawnJob) -> pa.Table:
-    """Counts of the usable samples of the first chunk of a piece."""
+    """Counts of the usable samples of the first chunks of a piece."""
     settings = count_settings(job.config, *load_tools(job.config))
     (part,) = job.dataset.parts
-    chunk = next(part.open().chunks(settings.chunk_records, lambda _: None), None)
-    if chunk is None:
-        return usable_counts(None)
-    counted = count_chunk(
-        CountJob(
-            settings=settings,
-            number=0,
-            part=0,
-            source=part.name,
-            data_root=part.data_root,
-            chunk=chunk,
+    chunks = islice(part.open().chunks(settings.chunk_records, lambda _: None), job.chunks)
+    tables = [usable_counts(None)]
+    for number, chunk in enumerate(chunks):
+        counted = count_chunk(
+            CountJob(
+                settings=settings,
+                number=number,
+                part=0,
+                source=part.name,
+                data_root=part.data_root,
+                chunk=chunk,
+            )
         )
-    )
-    return usable_counts(counted.table)
+        tables.append(usable_counts(counted.table))
+    return pa.concat_tables(tables)

@@ -67,6 +67,8 @@ from isobatch.shards.tables import (
     write_table,
 )
 
+MOST_GROUPS = 1 << 24
+"""Groups of a partition at most, for their numbers in the keys of tars."""
 ROWS_NAME = "rows.arrow"
 """Index rows and sample ids of a partition."""
 
@@ -107,6 +109,8 @@ class PartitionJob:
     """Folder for what is unfinished, and for the tables; of several partitions, one for theirs."""
     out: str
     """Folder or URI that the shards go to."""
+    key: str = ""
+    """Of the results, `Results`."""
     decisions: Decisions = field(default_factory=Decisions)
     is_checked_later: bool = False
     """Whether somebody else says that there are too many rejected samples, for all partitions."""
@@ -351,7 +355,7 @@ class Partition:
             yield ShardTask(
                 config=config,
                 shard=shard,
-                first_group=first,
+                first_group=(self.job.number or 0) * MOST_GROUPS + first,
                 offsets=groups.offsets[first : last + 1] - start,
                 rows=rows,
                 positions=positions[rows],

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import NamedTemporaryFile, mkdtemp
 
+from isobatch.common.plain_values import write_text
 from isobatch.packer.partitions.partition import ROWS_NAME, CountedPartition, PackedPartition
 from isobatch.shards.folders import is_uri, join, on_disk, open_folder, open_object_folder
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
@@ -26,8 +26,20 @@ FOLDER = "staging/partitions"
 class Results:
     """The packed partitions of the build at a folder or URI."""
 
-    def __init__(self, out: str) -> None:
-        self.out = out
+    def __init__(self, out: str, key: str) -> None:
+        """`key`: changes with data and options, so that what is left of others is not used."""
+        self.out, self.key = out, key
+        self._folder = f"{FOLDER}/{key}"
+
+    def are_others_there(self) -> bool:
+        """Whether somebody has packed partitions of other data, or with other options."""
+        folder = open_folder(self.out, follow_links=True)
+        if not folder.has_folder(FOLDER):
+            return False
+        names = (info.name for info in folder.files(FOLDER))
+        return any(
+            name.endswith(FIGURES_NAME) and not name.startswith(self._folder) for name in names
+        )
 
     def read(self, number: int) -> PackedPartition | None:
         """The figures of a partition; None if nobody has finished it."""
@@ -49,58 +61,58 @@ class Results:
     def read_text(self, name: str) -> str | None:
         """A text that all partitions need; None if nobody has saved it."""
         try:
-            return open_folder(self.out, follow_links=True).read(f"{FOLDER}/{name}").decode()
+            return open_folder(self.out, follow_links=True).read(f"{self._folder}/{name}").decode()
         except FileNotFoundError:
             return None
 
     def save_text(self, name: str, text: str) -> None:
         """Save a text, whole or not at all; who saves it again saves the same."""
         if is_uri(self.out):
-            open_object_folder(self.out).put(f"{FOLDER}/{name}", text.encode())
+            open_object_folder(self.out).put(f"{self._folder}/{name}", text.encode())
             return
-        folder = Path(self.out, FOLDER)
+        folder = Path(self.out, self._folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, folder / name)
+        write_text(folder / name, text)
 
     def missing(self, count: int) -> list[int]:
         """Numbers of the partitions that nobody has finished yet."""
         folder = open_folder(self.out, follow_links=True)
-        names = {info.name for info in folder.files(FOLDER)} if folder.has_folder(FOLDER) else ()
+        is_there = folder.has_folder(self._folder)
+        names = {info.name for info in folder.files(self._folder)} if is_there else ()
         return [number for number in range(count) if self._name(number) not in names]
 
     def publish(self, number: int, packed: PackedPartition, work: Path) -> None:
         """Bring a partition that is packed in a work folder, and remove that."""
         files = [(work / name, name) for name in TABLES]
         files.append((work / "staging" / ROWS_NAME, ROWS_NAME))
-        target = f"{FOLDER}/{number:05d}"
+        target = f"{self._folder}/{number:05d}"
         if is_uri(self.out):
             bucket = open_object_folder(self.out)
             for file, name in files:
                 bucket.put(f"{target}/{name}", file)
             bucket.put(self._name(number), packed.to_json().encode())
         else:
-            folder = Path(self.out, FOLDER)
-            folder.mkdir(parents=True, exist_ok=True)
-            whole = Path(mkdtemp(prefix="new-", dir=folder))
+            whole = Path(self.out, self._folder, f"new-{os.urandom(4).hex()}")
+            whole.mkdir(parents=True)
             for file, name in files:
                 os.replace(file, whole / name)
             (whole / FIGURES_NAME).write_text(packed.to_json(), "utf-8")
             try:
-                whole.rename(folder / f"{number:05d}")
-            except OSError:  # somebody else was first, with the same bytes
-                shutil.rmtree(whole)
+                whole.rename(Path(self.out, target))
+            except OSError:
+                if self.read(number) is None:
+                    raise
+                shutil.rmtree(whole)  # somebody else was first, with the same bytes
         shutil.rmtree(work, ignore_errors=True)
 
     @contextmanager
     def opened(self, number: int, names: Sequence[str]) -> Iterator[Path]:
         """A folder of this machine with files of a partition."""
-        with on_disk(join(self.out, f"{FOLDER}/{number:05d}"), names) as folder:
+        with on_disk(join(self.out, f"{self._folder}/{number:05d}"), names) as folder:
             yield folder
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all of them, also what others have left."""
         if is_uri(self.out):
             bucket = open_object_folder(self.out)
             bucket.delete([info.name for info in bucket.files(FOLDER)])
@@ -108,9 +120,8 @@ class Results:
             with suppress(FileNotFoundError):
                 shutil.rmtree(Path(self.out, FOLDER))
 
-    @staticmethod
-    def _name(number: int) -> str:
-        return f"{FOLDER}/{number:05d}/{FIGURES_NAME}"
+    def _name(self, number: int) -> str:
+        return f"{self._folder}/{number:05d}/{FIGURES_NAME}"
 
 
 def _counted_name(number: int) -> str:

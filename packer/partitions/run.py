@@ -41,6 +41,10 @@ WINDOW_PER_CORE = 2
 """Tasks that Ray has at a time: its cores stay busy, and its scheduler's memory is bounded."""
 
 
+MOST_TRIES = 20
+"""Times that Ray runs a task whose process or node died: one that always does must end."""
+
+
 def run_jobs(
     function: Callable[[Job], Result], jobs: Sequence[Job], *, executor: str, workers: int
 ) -> Iterator[tuple[int, Result]]:
@@ -59,7 +63,7 @@ def run_jobs(
 
 def pack_partition(job: PartitionJob) -> PackedPartition:
     """Pack a partition and bring its results, unless they are there already."""
-    results = Results(job.out)
+    results = Results(job.out, job.key)
     number = job.number or 0
     if (packed := results.read(number)) is not None:
         return packed
@@ -73,7 +77,7 @@ def pack_partition(job: PartitionJob) -> PackedPartition:
 
 def count_partition(job: PartitionJob) -> CountedPartition:
     """Only count a partition: `pack_partition` goes on from there, in the same work folder."""
-    results = Results(job.out)
+    results = Results(job.out, job.key)
     number = job.number or 0
     if (counted := results.read_counted(number)) is not None:
         return counted
@@ -129,7 +133,7 @@ def _on_ray(
     function: Callable[[Job], Result], jobs: Sequence[Job], workers: int
 ) -> Iterator[tuple[int, Result]]:
     ray = connect_ray(workers)
-    task = ray.remote(num_cpus=1, max_retries=-1, scheduling_strategy="SPREAD")(_guarded)
+    task = ray.remote(num_cpus=1, max_retries=MOST_TRIES, scheduling_strategy="SPREAD")(_guarded)
     window = max(workers, int(ray.cluster_resources().get("CPU", 1))) * WINDOW_PER_CORE
     places: dict[Any, int] = {}
     waiting = iter(enumerate(jobs))

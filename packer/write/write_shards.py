@@ -110,6 +110,8 @@ def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> lis
     >>> plan_shards(groups, np.array([600, 600, 600, 600]), shard_bytes=1200)
     [(0, 2), (2, 4)]
     """
+    if len(groups) == 0:
+        return []
     sizes = groups.sum(num_bytes)
     shard = (np.cumsum(sizes) - sizes) // shard_bytes
     firsts = np.flatnonzero(np.diff(shard, prepend=-1))

@@ -123,6 +123,17 @@ def test_jobs_with_work_folders_of_their_own_complete_a_build_in_a_bucket(
     require_intact(verify_build(out, quiet(), workers=2))
 
 
+def test_packed_partitions_of_other_options_are_not_mixed_in(raw, place, tmp_path):
+    out = f"{place}/out"
+    work = {"work_dir": str(tmp_path / "machine")}
+    assert build(raw, out, partitions="1/3", **work, **CUT) is None
+    with pytest.raises(DataError, match=f"{out} holds an unfinished build of other data"):
+        build(raw, out, seed=7, **work, **CUT)
+    changed = write_partitioned(tmp_path / "changed")
+    with pytest.raises(DataError, match="holds an unfinished build of other data"):
+        build(changed, out, partitions="2/3", work_dir=str(tmp_path / "other"), **CUT)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)

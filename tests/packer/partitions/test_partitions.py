@@ -1,11 +1,14 @@
 """Builds of several partitions: the same bytes whoever packs them, and nothing is lost."""
 
 import contextlib
+import gzip
 import json
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -115,6 +118,34 @@ def test_a_share_of_other_data_or_settings_is_refused(raw, tmp_path):
         build(raw, out, partitions="2/3", seed=5, **CUT)
 
 
+def test_what_a_failed_build_has_cut_is_not_used_for_other_data(tmp_path):
+    noise = np.random.default_rng(1)
+    rows = [record(number, text=noise.bytes(40).hex()) for number in range(2000)]
+    bad = [row | {"conversations": []} for row in rows]
+    folder, out = write_dataset(tmp_path / "raw", bad), tmp_path / "out"
+    with pytest.raises(DataError, match="none of the first records"):
+        build(folder, out, **CUT)
+    write_dataset(folder, [*rows, *(row | {"id": f"more-{row['id']}"} for row in rows)])
+    assert build(folder, out, **CUT).totals["num_packed"] == 4000
+    two = tmp_path / "two.toml"
+    two.write_text(f'[[datasets]]\ndataset = "{folder}"\n' * 2)
+    write_dataset(folder, bad)
+    with pytest.raises(DataError, match="none of the first records"):
+        build(folder, tmp_path / "other", **CUT)
+    with pytest.raises(DataError, match="none of the first records"):
+        build(two, tmp_path / "other", **CUT)
+
+
+def test_keys_of_tars_are_those_of_one_group_of_the_build(raw, tmp_path):
+    build(raw, tmp_path / "out", **CUT, format="webdataset")
+    keys = Counter()
+    for path in (tmp_path / "out" / "shards").iterdir():
+        with tarfile.open(path) as tar:
+            keys.update({name.partition(".")[0] for name in tar.getnames()})
+    assert len(keys) == SAMPLES - len(UNUSABLE)
+    assert set(keys.values()) == {1}
+
+
 def test_weights_repeats_and_kept_columns_hold_over_all_partitions(raw, tmp_path):
     mixture = tmp_path / "mixture.toml"
     mixture.write_text(
@@ -156,6 +187,29 @@ def test_too_many_unusable_records_are_told_for_all_partitions(tmp_path):
     folder = write_dataset(tmp_path / "bad", rows, lines=True)
     with pytest.raises(DataError, match="none of the first records"):
         build(folder, tmp_path / "nothing", **CUT)
+
+
+def test_a_partition_of_unusable_records_alone_has_no_groups(tmp_path):
+    """Two compressed files, which stay whole: of one nothing can be used."""
+    noise = np.random.default_rng(0)  # which does not get small
+    rows = [record(number, text=noise.bytes(40).hex()) for number in range(3000)]
+    for row in rows[1500:]:
+        row["conversations"] = []
+    raw = tmp_path / "raw.toml"
+    for name, part in (("a", rows[:1500]), ("b", rows[1500:])):
+        lines = "\n".join(json.dumps(row) for row in part)
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        with raw.open("a") as file:
+            file.write(f'[[datasets]]\ndataset = "{name}.jsonl.gz"\n')
+    settings = CUT | {"partition_samples": 1000, "max_rejected": 1.0}
+    summary = build(raw, tmp_path / "out", **settings)
+    assert (summary.totals["num_packed"], summary.totals["num_rejected"]) == (1500, 1500)
+    assert "partition_samples" in read_manifest(tmp_path / "out").values["config"]
+    require_intact(verify_build(tmp_path / "out", quiet(), workers=1))
+    # what nobody can begin in the middle of is one partition
+    again = build(tmp_path / "out", tmp_path / "again", **settings)
+    assert again.totals["num_packed"] == 1500
+    assert "partition_samples" not in read_manifest(tmp_path / "again").values["config"]
 
 
 def test_one_partition_says_nothing_of_partitions(raw, tmp_path):
