@@ -128,7 +128,8 @@ def test_what_a_failed_build_has_cut_is_not_used_for_other_data(tmp_path):
     write_dataset(folder, [*rows, *(row | {"id": f"more-{row['id']}"} for row in rows)])
     assert build(folder, out, **CUT).totals["num_packed"] == 4000
     two = tmp_path / "two.toml"
-    two.write_text(f'[[datasets]]\ndataset = "{folder}"\n' * 2)
+    parts = (f'[[datasets]]\nname = "{name}"\ndataset = "{folder}"\n' for name in "ab")
+    two.write_text("".join(parts))
     write_dataset(folder, bad)
     with pytest.raises(DataError, match="none of the first records"):
         build(folder, tmp_path / "other", **CUT)
