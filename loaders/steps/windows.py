@@ -249,13 +249,15 @@ class WindowOrder:
 
         IsobatchError if samples were never read.
         """
-        if not later.is_read:
+        last = later.copy()  # steps do not read the windows after their last group, which add none
+        last._fill(self._run.settings.step_groups)
+        if not last.is_read:
             raise IsobatchError(
-                f"an epoch ends after {later._consumed:,} of {len(self._run.lengths):,} "
+                f"an epoch ends after {last._consumed:,} of {len(self._run.lengths):,} "
                 "samples: that is an error of Isobatch's; please report it"
             )
-        used = later._consumed - len(later._live()) - self._num_begun
-        return used - later._num_rejected
+        used = last._consumed - len(last._live()) - self._num_begun
+        return used - last._num_rejected
 
     def forget_past(self) -> None:
         """Let the epoch drop the groups that neither this nor a later position needs."""

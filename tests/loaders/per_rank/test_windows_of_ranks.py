@@ -7,7 +7,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pyarrow as pa
@@ -120,7 +120,7 @@ class SavingStream(Stream):
         self.next = state["next"]
 
 
-def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
+def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None, remainder="pad"):
     """Of a dataset with items, or of `streams`: one of each rank, or one of all."""
     ranks, exchange = [], Exchange(world)
     for rank in range(world):
@@ -150,7 +150,7 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None):
             dp_world_size=world,
             micro_batches=micro_batches,
             seed=0,
-            remainder="pad",
+            remainder=remainder,
             balance=0.5,
         )
         ranks.append(Steps(source, config))
@@ -243,3 +243,27 @@ def test_elastic_runs_of_streams():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the dataset has no state of where it was")
             assert run_epochs(make, rng) == ([usable] * 2, [{0}] * 2), f"draw {draw}"
+
+
+def test_a_stream_may_end_where_a_share_ends():
+    kinds = {
+        "drawn": lambda count: drawn(count, count, 0),
+        "two in a batch": lambda count: [[1, 490]] * count,
+        "none at the end": lambda count: [*drawn(count - 7, count, 0), *[None] * 7],
+    }
+    rng = np.random.default_rng(0)
+    for world, more, kind in product((1, 2, 4), (-1, 0, 1), kinds):
+        remainder, share = str(rng.choice(["pad", "drop"])), int(rng.choice([1, 2, 5]))
+        rows = kinds[kind](10 * world + more)
+        usable = {number for number, row in enumerate(rows) if row}
+
+        def make(state, rows=rows, world=world, share=share, remainder=remainder):
+            options = {"window": 8 * share, "state": state, "remainder": remainder}
+            return make_ranks([], world, world % 3, streams=[SavingStream(rows)], **options)
+
+        case = f"{len(rows)} items, {kind}, shares of {share}, {world} ranks, {remainder}"
+        epochs, dropped = run_epochs(make, rng, stops=0.1)
+        for given, (left_out,) in zip(epochs, dropped, strict=True):
+            assert len(given) == len(set(given)) == len(usable) - left_out, case
+            assert usable.issuperset(given), case
+            assert not left_out or remainder == "drop", case
