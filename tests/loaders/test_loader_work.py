@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.loaders import StreamingLoader, step_builder
+from isobatch.loaders import StreamingLoader
+from isobatch.loaders.batch import make_batch
 from isobatch.loaders.read.build import StorageOptions
 from support import TESTS
 from support.builds.sample_tables import write_tabled
@@ -260,14 +261,14 @@ class Passes(IterableDataset):
 def test_steps_that_only_make_views_are_made_by_the_consumer(
     builds, monkeypatch, format, options, expected
 ):
-    makers, plain = [], step_builder.collate
+    makers, plain = [], make_batch.collate
 
     def collate(*given):
         is_own = threading.current_thread() is threading.main_thread()
         makers.append("consumer" if is_own else threading.current_thread().name[:8])
         return plain(*given)
 
-    monkeypatch.setattr(step_builder, "collate", collate)
+    monkeypatch.setattr(make_batch, "collate", collate)
     storage = StorageOptions(verify=options.pop("verify", "first"))
     loader = load(builds[format], workers=2, storage=storage, **options)
     contents, found = [], []
