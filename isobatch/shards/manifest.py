@@ -139,7 +139,9 @@ class Manifest:
     extras: ExtraTypes
     """Columns of the raw data that each sample has, and their types."""
     has_videos: bool
-    """Whether some of the images are videos."""
+    """Whether some of the images are videos, or may be: of several partitions, whether the model
+    takes them, because none knows what is in the others.
+    """
     values: dict[str, Any] = field(repr=False, compare=False)
     """The whole file."""
 

@@ -99,8 +99,9 @@ class PackingConfig:
     lengths_cache: str | Path | None = None
     """Folder where lengths are kept for later runs on the same dataset, model and tokenizer."""
     processes: int = 0
-    """Worker processes that read, measure and decode, for records that cost time in Python; 0: the
-    threads of this process. Order and states are the same with any number.
+    """Worker processes that read, transform and measure records which cost time in Python, and
+    decode where there is an `image_transform` or `batch_transform`; 0: the threads of this process.
+    Order and states are the same with any number.
     """
     epochs: int | None = None
     """Epochs that an iterator gives; None: one at a time, as `StreamingLoader` does."""

@@ -115,6 +115,11 @@ class PartitionJob:
     is_checked_later: bool = False
     """Whether somebody else says that there are too many rejected samples, for all partitions."""
 
+    @property
+    def place(self) -> int:
+        """Number among all partitions, from 0."""
+        return self.number or 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPartition:
@@ -355,7 +360,7 @@ class Partition:
             yield ShardTask(
                 config=config,
                 shard=shard,
-                first_group=(self.job.number or 0) * MOST_GROUPS + first,
+                first_group=self.job.place * MOST_GROUPS + first,
                 offsets=groups.offsets[first : last + 1] - start,
                 rows=rows,
                 positions=positions[rows],

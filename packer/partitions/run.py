@@ -39,8 +39,6 @@ Result = TypeVar("Result")
 
 WINDOW_PER_CORE = 2
 """Tasks that Ray has at a time: its cores stay busy, and its scheduler's memory is bounded."""
-
-
 MOST_TRIES = 20
 """Times that Ray runs a task whose process or node died: one that always does must end."""
 
@@ -52,10 +50,10 @@ def run_jobs(
 
     DataError if a worker or Ray fails.
     """
-    at_once = max(1, min(len(jobs), workers))
     if executor == "ray":
         yield from _on_ray(function, [_with_workers(job, 1) for job in jobs], workers)
         return
+    at_once = max(1, min(len(jobs), workers))
     inside = max(1, workers // at_once)
     tasks = (_with_workers(job, inside) for job in jobs)
     yield from enumerate(map_ordered(function, tasks, workers=at_once))
@@ -63,8 +61,7 @@ def run_jobs(
 
 def pack_partition(job: PartitionJob) -> PackedPartition:
     """Pack a partition and bring its results, unless they are there already."""
-    results = Results(job.out, job.key)
-    number = job.number or 0
+    results, number = Results(job.out, job.key), job.place
     if (packed := results.read(number)) is not None:
         return packed
     with _alone(job) as partition:
@@ -77,8 +74,7 @@ def pack_partition(job: PartitionJob) -> PackedPartition:
 
 def count_partition(job: PartitionJob) -> CountedPartition:
     """Only count a partition: `pack_partition` goes on from there, in the same work folder."""
-    results = Results(job.out, job.key)
-    number = job.number or 0
+    results, number = Results(job.out, job.key), job.place
     if (counted := results.read_counted(number)) is not None:
         return counted
     with _alone(job) as partition:
@@ -108,7 +104,7 @@ def _load(
 @contextmanager
 def _alone(job: PartitionJob) -> Iterator[Partition]:
     """The partition in a work folder of this machine, when no other process works there."""
-    work = Path(job.work, gethostname(), f"{job.number or 0:05d}")
+    work = Path(job.work, gethostname(), f"{job.place:05d}")
     with alone_in(work):
         model, tokenizer = load_tools(job.config)
         yield Partition(replace(job, work=str(work)), model, tokenizer, StageProgress())

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -187,10 +187,16 @@ def even_pieces(info: FileInfo, num_bytes: int) -> list[FilePiece]:
     FilePiece(name='a.jsonl', start=5, stop=None, first=5, size=5)
     """
     number = max(1, round(info.size / max(1, num_bytes)))
-    borders = [info.size * place // number for place in range(number + 1)]
+    starts = [info.size * place // number for place in range(number)]
+    return pieces_between(info, [(start, start) for start in starts])
+
+
+def pieces_between(info: FileInfo, borders: list[tuple[int, int]]) -> list[FilePiece]:
+    """A file in pieces that begin at (byte, number of the first record)."""
+    ends = [*(start for start, _ in borders[1:]), info.size]
     return [
-        FilePiece(info.name, start, end if end < info.size else None, start, end - start)
-        for start, end in pairwise(borders)
+        FilePiece(info.name, start, end if end < info.size else None, first, end - start)
+        for (start, first), end in zip(borders, ends, strict=True)
     ]
 
 

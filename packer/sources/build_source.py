@@ -18,7 +18,7 @@ from isobatch.counting.records.record import STORED, Chunk, RawRecord
 from isobatch.counting.text.stored_tokens import StoredTokens
 from isobatch.media.frame_archive import unpack_frames
 from isobatch.packer.sources.base import Located, OnBytes, Source, opened, prefix_under
-from isobatch.packer.sources.tar_source import BrokenTarError, Member, read_members
+from isobatch.packer.sources.tar_members import BrokenTarError, Member, read_members
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
 from isobatch.shards.checksums import group_checksum
 from isobatch.shards.folders import on_disk, open_folder

@@ -32,12 +32,12 @@ from isobatch.packer.sources.mixture import (
     read_mixture,
     read_onevision,
 )
-from isobatch.packer.sources.sampling import Sampling, parse_sampling
 from isobatch.packer.sources.trainers.metadataset import (
     is_metadataset,
     read_metadataset,
     split_of_place,
 )
+from isobatch.packer.sources.trainers.sampling import Sampling, parse_sampling
 from isobatch.shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"

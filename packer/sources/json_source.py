@@ -26,8 +26,9 @@ from isobatch.packer.sources.base import (
     cut,
     even_pieces,
     opened,
+    pieces_between,
 )
-from isobatch.packer.sources.sampling import Sampling
+from isobatch.packer.sources.trainers.sampling import Sampling
 from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import Folder, join
 from isobatch.shards.local_folder import FileInfo
@@ -225,11 +226,7 @@ def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[FilePi
                 place = window.place()
                 if place >= borders[-1][0] + num_bytes and info.size - place > num_bytes // 2:
                     borders.append((place, number))
-    ends = [*(place for place, _ in borders[1:]), None]
-    return [
-        FilePiece(info.name, start, end, first, (info.size if end is None else end) - start)
-        for (start, first), end in zip(borders, ends, strict=True)
-    ]
+    return pieces_between(info, borders)
 
 
 def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:

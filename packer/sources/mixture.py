@@ -12,8 +12,8 @@ from isobatch.common.plain_values import parse_json, read_text
 from isobatch.counting.records.fields import Unread, example_of, is_empty
 from isobatch.packer.sources.columns import named_columns
 from isobatch.packer.sources.hub import parse_hub_id
-from isobatch.packer.sources.sampling import parse_sampling
 from isobatch.packer.sources.trainers.energon import expanded, read_yaml
+from isobatch.packer.sources.trainers.sampling import parse_sampling
 from isobatch.shards.folders import is_uri, join, open_folder, split
 
 META_KEYS = ("root", "annotation", "repeat_time")

@@ -5,20 +5,15 @@ neighbours with one key belong together. Only headers, `.json` and texts are rea
 files stay where they are, as byte ranges. Compressed tars have no such ranges: webdataset reads
 them, and the files' contents come with the records.
 
-Python's tarfile decodes the headers (GNU and POSIX long names among them). Its own iteration is not
-used, because it takes a damaged header in the middle for the end, and skips a tar that follows
-another tar. In a sample, `.json` is the record, `.txt` and `.caption` its caption. A JSON may name
+In a sample, `.json` is the record, `.txt` and `.caption` its caption. A JSON may name
 its images by their members' names, or by paths from before they were put into the tar.
 
 What a member of another suffix is, its first bytes tell. One that is of no use becomes a key of the
 record with its dot, `.npy`, and its size as the value: nothing reads that, so it is reported.
 """
 
-import gzip
 import json
 import re
-import tarfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,7 +35,14 @@ from isobatch.packer.sources.base import (
     Source,
     cut,
     opened,
+    pieces_between,
     prefix_under,
+)
+from isobatch.packer.sources.tar_members import (
+    BrokenTarError,
+    Member,
+    read_compressed,
+    read_members,
 )
 from isobatch.packer.sources.trainers.energon import FieldMap
 from isobatch.shards.folders import open_folder
@@ -70,34 +72,8 @@ FIRST_SAMPLES = 200
 TEXT_SUFFIXES = ("txt", "caption")
 QUESTION, ANSWERS = "context", "answers"
 """Names of Energon's VQA: `KEY.context.txt` and `KEY.answers.json`."""
-BLOCK = tarfile.BLOCKSIZE
-ZEROS = bytes(BLOCK)
 
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.[^/]*", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A file in a tar; `header` and `offset` are where its header and its content begin."""
-
-    name: str
-    header: int
-    offset: int
-    size: int
-    is_file: bool
-    """False for links and the like, which have no content of their own."""
-    data: bytes | None = None
-    """Content, in a compressed tar."""
-
-
-class BrokenTarError(ValueError):
-    """A tar that is damaged or cut at some place."""
-
-    def __init__(self, what: str, offset: int, *, sample_is_whole: bool = False) -> None:
-        super().__init__(f"{what} at byte {offset}; nothing after it is read")
-        self.offset = offset
-        self.sample_is_whole = sample_is_whole
-        """Whether the members before it look like a whole sample."""
 
 
 @dataclass(slots=True)
@@ -222,11 +198,7 @@ class TarSource(Source):
             for number, border in enumerate(self._sample_borders(whole)):
                 if border - borders[-1][0] >= num_bytes:
                     borders.append((border, number))
-            ends = [*(border for border, _ in borders[1:]), None]
-            pieces += [
-                FilePiece(info.name, start, end, first, (info.size if end is None else end) - start)
-                for (start, first), end in zip(borders, ends, strict=True)
-            ]
+            pieces += pieces_between(info, borders)
         return pieces
 
     def bytes_per_record(self) -> float:
@@ -273,79 +245,6 @@ class TarSource(Source):
 
 def _is_compressed(name: str) -> bool:
     return name.endswith((".gz", ".tgz"))
-
-
-# --- members ---
-
-
-def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Iterator[Member]:
-    """The members whose headers are in [start, end), without folders.
-
-    BrokenTarError where the tar is damaged. Several tars in one file are read as one.
-    """
-    size = file.seek(0, 2)
-    archive = _archive(file)
-    offset = start
-    ended = False
-    while end is None or offset < end:
-        file.seek(offset)
-        block = file.read(BLOCK)
-        if not block and not ended:
-            # a tar that ends with a whole block may come from a writer that sets no mark
-            what = "the tar has no end mark and may be cut"
-            raise BrokenTarError(what, offset, sample_is_whole=offset == size)
-        if not block:
-            return
-        ended = block == ZEROS
-        if ended:
-            offset += BLOCK
-            continue
-        file.seek(offset)
-        member, following = _member(archive, offset)
-        if following <= offset or (member is not None and member.offset + member.size > size):
-            what = "the tar ends inside a file" if following > size else "a damaged header"
-            raise BrokenTarError(what, offset)
-        if member is not None:
-            yield member
-        offset = following
-
-
-def read_compressed(file: IO[bytes]) -> Iterator[Member]:
-    """The members of a compressed tar, with their contents. BrokenTarError where it is damaged."""
-    from webdataset.tariterators import tar_file_iterator  # noqa: PLC0415 - imports torch, if any
-
-    unpacked = gzip.GzipFile(fileobj=file)
-    try:
-        for item in tar_file_iterator(unpacked):
-            yield Member(item["fname"], 0, 0, len(item["data"]), True, item["data"])
-        while unpacked.read(1 << 20):
-            pass  # up to the checksum: tarfile takes damage in the middle for the end
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise BrokenTarError(f"damaged or cut ({error})", file.tell()) from None
-
-
-def _archive(file: IO[bytes]) -> tarfile.TarFile:
-    """The tar as tarfile opens it, only to decode headers with."""
-    file.seek(0)
-    try:
-        return tarfile.TarFile(fileobj=file)
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise BrokenTarError(f"a damaged or cut header ({error})", 0) from None
-
-
-def _member(archive: tarfile.TarFile, offset: int) -> tuple[Member | None, int]:
-    """The member at the archive's place, None for a folder, and the offset of the next header."""
-    try:
-        info = tarfile.TarInfo.fromtarfile(archive)
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise BrokenTarError(f"a damaged or cut header ({error})", offset) from None
-    # set by `fromtarfile`: after the content, whatever kind of member it is
-    following = int(archive.offset)
-    if info.isdir():
-        return None, following
-    is_file = info.isreg() and not info.issparse()
-    size = info.size if is_file else 0
-    return Member(info.name, offset, info.offset_data, size, is_file), following
 
 
 # --- members -> samples ---

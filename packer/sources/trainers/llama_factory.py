@@ -14,7 +14,7 @@ from typing import Any
 from isobatch.common.errors import ConfigError
 from isobatch.packer.sources.base import require_known
 from isobatch.packer.sources.columns import Columns
-from isobatch.packer.sources.sampling import Sampling
+from isobatch.packer.sources.trainers.sampling import Sampling
 
 INFO_NAME = "dataset_info.json"
 MOST_BYTES = 16 << 20

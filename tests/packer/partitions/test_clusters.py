@@ -62,16 +62,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def raw(shared):
-    return shared("partitions raw", write_partitioned)
-
-
-@pytest.fixture(scope="module")
-def packed(raw, shared):
-    return shared("partitions packed", lambda folder: build(raw, folder / "out", **CUT)) / "out"
-
-
 @pytest.fixture
 def place(s3, monkeypatch, tmp_path):
     """A URI of the test's own."""

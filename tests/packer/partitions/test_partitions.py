@@ -26,18 +26,7 @@ from support.builds.raw_data import (
     options,
     record,
     write_dataset,
-    write_partitioned,
 )
-
-
-@pytest.fixture(scope="module")
-def raw(shared):
-    return shared("partitions raw", write_partitioned)
-
-
-@pytest.fixture(scope="module")
-def packed(raw, shared):
-    return shared("partitions packed", lambda folder: build(raw, folder / "out", **CUT)) / "out"
 
 
 def test_every_sample_is_in_it_once_or_rejected_and_all_is_numbered_through(raw, packed):

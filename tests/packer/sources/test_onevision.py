@@ -20,7 +20,7 @@ from isobatch.packer.config import BuildConfig
 from isobatch.packer.count.record_table import read_records
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.dataset import find_dataset
-from isobatch.packer.sources.sampling import Sampling, parse_sampling
+from isobatch.packer.sources.trainers.sampling import Sampling, parse_sampling
 from support.builds.raw_data import options, record
 
 
