@@ -34,6 +34,7 @@ from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.staging import Staging
 from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
+from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.cut import Cut, cut_dataset, cut_from_json, cut_to_json
 from isobatch.packer.partitions.decide import decide_by_counts, decide_limits, needs_counts
 from isobatch.packer.partitions.join import join_partitions
@@ -189,12 +190,12 @@ class Builder:
                 for _ in self._run(count_partition, mine):
                     stage.advance(1)
                     stage.count(1)
-            counted = [results.read_counted(number) for number in range(len(jobs))]
-            known = [of for of in counted if of is not None]
-            if len(known) < len(counted):
-                missing = len(counted) - len(known)
+            found = [results.read_counted(number) for number in range(len(jobs))]
+            known = [of for of in found if of is not None]
+            if len(known) < len(found):
+                missing = len(found) - len(known)
                 self._note(
-                    f"counted; {missing:,} of {len(counted):,} partitions are not counted yet, and"
+                    f"counted; {missing:,} of {len(found):,} partitions are not counted yet, and"
                     " shares or kept columns need all: run this command again after the others"
                 )
                 return None
@@ -211,8 +212,8 @@ class Builder:
             return self._finished(dataset)
         if others := results.missing(len(jobs)):
             self._note(
-                f"{len(share):,} partitions are packed; {len(others):,} of {len(jobs):,} are not"
-                " yet: whoever finishes last completes the build"
+                f"packed: {counted(len(share), 'partitions')}; not yet: {len(others):,} of all"
+                f" {len(jobs):,}: whoever finishes last completes the build"
             )
             return None
         with alone_in(self.staging.folder):
@@ -236,9 +237,8 @@ class Builder:
             return Decisions()
         if (text := results.read_text(DECISIONS_NAME)) is None:
             results.save_text(CUT_NAME, cut_to_json(cut))
-            with self.progress.stage("caps", None, unit="partitions") as stage:
-                decisions = decide_limits(cut, self.config)
-                stage.count(len(cut.partitions))
+            with self.progress.stage("caps", None) as stage:
+                decisions = decide_limits(cut, self.config, stage.count)
             results.save_text(DECISIONS_NAME, decisions.to_json())
             return decisions
         return Decisions.from_json(text)

@@ -1,6 +1,6 @@
 """What is decided once for all partitions: caps, shares, types of kept columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -42,17 +42,20 @@ def needs_counts(config: BuildConfig, dataset: Dataset) -> bool:
     return bool(config.kept_columns) or not is_as_it_is(dataset)
 
 
-def decide_limits(cut: Cut, config: BuildConfig) -> Decisions:
+def decide_limits(cut: Cut, config: BuildConfig, on_samples: Callable[[int], None]) -> Decisions:
     """Caps by the first records of drawn pieces of all partitions.
 
-    DataError if none of them is usable.
+    `on_samples` is told of counted ones. DataError if none of them is usable.
     """
     model, _ = load_tools(config)
     drawn_pieces = list(_drawn(cut, config.seed))
     each = -(-DRAWN_CHUNKS // len(drawn_pieces))
     jobs = [_DrawnJob(config, dataset, each) for dataset in drawn_pieces]
     results = run_jobs(_count_first, jobs, executor=config.executor, workers=config.workers)
-    tables = dict(results)
+    tables = {}
+    for place, table in results:
+        tables[place] = table
+        on_samples(len(table))
     counts = pa.concat_tables(tables[place] for place in range(len(jobs)))
     if len(counts) == 0:
         raise DataError(
