@@ -47,9 +47,10 @@ PASSING = {  # what happens, and the loader's time limit
 )
 @pytest.mark.parametrize("name", PASSING)
 def test_what_passes_leaves_every_byte_as_it_was(
-    urls, proxy, load, expected, name, format, workers
+    urls, store, proxy, load, expected, name, format, workers
 ):
     fault, limit_s = PASSING[name]
+    limit_s *= limit_of(store) / LIMIT_S
     proxy.fault = fault()
     assert gives(load(urls[format], workers=workers, timeout_s=limit_s), expected)
 
