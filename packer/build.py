@@ -60,9 +60,14 @@ from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
 from isobatch.packer.write.energon_files import META_NAMES
-from isobatch.shards.folders import is_uri, naming_full_disk, on_disk
+from isobatch.shards.folders import is_uri, naming_full_disk
 from isobatch.shards.index import merge_index
-from isobatch.shards.manifest import is_complete, write_manifest
+from isobatch.shards.manifest import (
+    is_complete,
+    read_manifest,
+    tables_on_disk,
+    write_manifest,
+)
 from isobatch.shards.tables import REJECTED_NAME, read_table
 
 Result = TypeVar("Result")
@@ -308,7 +313,7 @@ class Builder:
     def _finished(self, dataset: Dataset) -> BuildSummary:
         """The summary of an earlier run's build; DataError if that is another build."""
         manifest = self.identity.require_same(self.config.out, dataset)
-        with on_disk(self.config.out, [REJECTED_NAME]) as folder:
+        with tables_on_disk(read_manifest(self.config.out), [REJECTED_NAME]) as folder:
             rejected = read_table(folder / REJECTED_NAME)
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:

@@ -96,9 +96,9 @@ def verify_build(
         if "content_hash" not in manifest.values:
             problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
         if not problems:
-            problems += _check_totals(folder, manifest)
+            problems += _check_totals(folder / manifest.tables, manifest)
         if not problems and manifest.format == "energon":
-            index = open_index(manifest, FolderFiles(manifest, folder))
+            index = open_index(manifest, FolderFiles(manifest, folder / manifest.tables))
             problems += check_energon_files(root, manifest, index)
     num_media = 0
     if media and not problems:

@@ -215,7 +215,8 @@ def _column(
 def _open(manifest: Manifest, name: str, open_file: OpenFile | None) -> "pq.ParquetFile":
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    return pq.ParquetFile(open_file(name) if open_file else Path(manifest.place, name))
+    table = Path(manifest.place, manifest.table_path(name))
+    return pq.ParquetFile(open_file(name) if open_file else table)
 
 
 _UNREADABLE = (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError, ValueError)
