@@ -5,9 +5,8 @@ and whole shards are not repeated. The bytes are those of an undisturbed build.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -34,10 +33,10 @@ from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.staging import Staging
 from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
-from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.cut import Cut, cut_dataset, cut_from_json, cut_to_json
-from isobatch.packer.partitions.decide import decide_by_counts, decide_limits, needs_counts
-from isobatch.packer.partitions.join import join_partitions
+from isobatch.packer.partitions.decide import decide_limits, needs_counts
+from isobatch.packer.partitions.join import join_build, packed_parts
+from isobatch.packer.partitions.pack_all import PartitionRun
 from isobatch.packer.partitions.partition import (
     ROWS_NAME,
     Decisions,
@@ -48,7 +47,7 @@ from isobatch.packer.partitions.partition import (
     tokenizer_place,
 )
 from isobatch.packer.partitions.results import Results
-from isobatch.packer.partitions.run import alone_in, count_partition, pack_partition, run_jobs
+from isobatch.packer.partitions.run import alone_in
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import (
     BuildSummary,
@@ -61,7 +60,7 @@ from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_da
 from isobatch.packer.upload import Publisher
 from isobatch.packer.write.energon_files import META_NAMES
 from isobatch.shards.folders import is_uri, naming_full_disk
-from isobatch.shards.index import merge_index
+from isobatch.shards.index import merge_index, read_rows
 from isobatch.shards.manifest import (
     is_complete,
     read_manifest,
@@ -132,8 +131,8 @@ class Builder:
             (self.out / "shards").mkdir(exist_ok=True)
             if config.executor == "local" and len(cut.partitions) == 1 and not config.share:
                 packed = [self._only(dataset).pack()]
-                rows = [self.staging.folder / ROWS_NAME]
-                merge_index(rows, [packed[0].index], [len(packed[0].shards)], self.out)
+                rows = read_rows(self.staging.folder / ROWS_NAME)
+                merge_index([rows], [packed[0].index], [len(packed[0].shards)], self.out)
                 return self._finish(dataset, packed)
             try:
                 return self._build_partitions(dataset, cut, results)
@@ -184,57 +183,36 @@ class Builder:
             return cut_from_json(dataset, text)
         return cut_dataset(dataset, config.partition_samples, config.seed, limit=config.limit)
 
+    def run_of(
+        self, dataset: Dataset, cut: Cut, results: Results, first: int | None
+    ) -> PartitionRun:
+        """The partitions of a cut, which have numbers from `first` on."""
+        return PartitionRun(
+            config=self.config,
+            dataset=dataset,
+            cut=cut,
+            results=results,
+            work=str(self.out.absolute() / "staging" / "work"),
+            progress=self.progress,
+            first=first,
+        )
+
     def _build_partitions(
         self, dataset: Dataset, cut: Cut, results: Results
     ) -> BuildSummary | None:
-        config = self.config
-        jobs = self._jobs(cut, self._decisions(results, cut), results.key)
-        if needs_counts(config, dataset) and len(jobs) > 1:
-            with self.progress.stage("count", len(jobs), unit="partitions") as stage:
-                mine = [jobs[place] for place in self._share(len(jobs))]
-                for _ in self._run(count_partition, mine):
-                    stage.advance(1)
-                    stage.count(1)
-            found = [results.read_counted(number) for number in range(len(jobs))]
-            known = [of for of in found if of is not None]
-            if len(known) < len(found):
-                missing = len(found) - len(known)
-                self._note(
-                    f"counted; {missing:,} of {len(found):,} partitions are not counted yet, and"
-                    " shares or kept columns need all: run this command again after the others"
-                )
-                return None
-            decided = decide_by_counts(jobs[0].decisions, config, dataset, known)
-            jobs = [replace(job, decisions=of) for job, of in zip(jobs, decided, strict=True)]
-        share = self._share(len(jobs))
-        todo = sorted(set(results.missing(len(jobs))) & set(share))
-        with self.progress.stage("pack", len(share)) as stage:
-            stage.advance(len(share) - len(todo))
-            for _, packed in self._run(pack_partition, [jobs[place] for place in todo]):
-                stage.advance(1)
-                stage.count(packed.index.sums["num_samples"])
+        config, is_cut = self.config, len(cut.partitions) > 1
+        run = self.run_of(dataset, cut, results, 0 if is_cut else None)
+        decisions = self._decisions(results, cut)
+        others = run.pack(decisions, count_first=is_cut and needs_counts(config, dataset))
         if config.share and is_complete(config.out):
             return self._finished(dataset)
-        if others := results.missing(len(jobs)):
-            self._note(
-                f"packed: {counted(len(share), 'partitions')}; not yet: {len(others):,} of all"
-                f" {len(jobs):,}: whoever finishes last completes the build"
-            )
+        if others:
+            self._note(others)
             return None
         with alone_in(self.staging.folder):
             if not is_complete(config.out):
-                return self._join(dataset, results, len(jobs))
+                return self._join(run)
         return self._finished(dataset)
-
-    def _run(
-        self, function: Callable[[PartitionJob], Result], jobs: list[PartitionJob]
-    ) -> Iterator[tuple[int, Result]]:
-        return run_jobs(function, jobs, executor=self.config.executor, workers=self.config.workers)
-
-    def _share(self, number: int) -> range:
-        """The partitions that this process works on."""
-        first, step = self.config.share or (0, 1)
-        return range(first, number, step)
 
     def _decisions(self, results: Results, cut: Cut) -> Decisions:
         """What holds for all partitions; saved, so that it is decided once."""
@@ -248,41 +226,20 @@ class Builder:
             return decisions
         return Decisions.from_json(text)
 
-    def _jobs(self, cut: Cut, decisions: Decisions, key: str) -> list[PartitionJob]:
-        is_cut = len(cut.partitions) > 1
-        return [
-            PartitionJob(
-                config=self.config,
-                dataset=dataset,
-                number=number if is_cut else None,
-                work=str(self.out.absolute() / "staging" / "work"),
-                out=self._place,
-                key=key,
-                decisions=decisions,
-                is_checked_later=True,
-            )
-            for number, dataset in enumerate(cut.partitions)
-        ]
-
-    def _join(self, dataset: Dataset, results: Results, number: int) -> BuildSummary:
+    def _join(self, run: PartitionRun) -> BuildSummary:
         """Make the build of the packed partitions."""
-        packed = [results.read(place) for place in range(number)]
-        known = [of for of in packed if of is not None]
-        if len(known) < number:
-            raise DataError(
-                f"{self._place}: a packed partition is gone; run the same command again"
-            )
+        packed = run.packed()
         # in a folder of this process, for another share may do the same
         with TemporaryDirectory(dir=self.staging.folder) as folder:
-            join_partitions(results, known, Path(folder))
+            join_build(packed_parts(run.results, run.numbers, packed), Path(folder))
             for name in TABLE_NAMES:
                 os.replace(Path(folder, name), self.out / name)
         rejected = read_table(self.out / REJECTED_NAME)
-        num_read = sum(of.num_read for of in known)
-        if not sum(of.index.num_groups for of in known):
+        num_read = sum(of.num_read for of in packed)
+        if not sum(of.index.num_groups for of in packed):
             raise nothing_to_pack(rejected)
         require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
-        return self._finish(dataset, known, results)
+        return self._finish(run.dataset, packed, run.results)
 
     @contextmanager
     def _dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:

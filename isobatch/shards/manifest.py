@@ -260,7 +260,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         raise DataError(f"{path}: {problem}; build again") from None
     raise DataError(
         f"{path}: format_version {version}, format {shard_format!r}, but this version of Isobatch "
-        f"reads format_version {' and '.join(map(str, READ_VERSIONS))}, "
+        f"reads format_version {', '.join(map(str, READ_VERSIONS[:-1]))} and {READ_VERSIONS[-1]}, "
         f"{', '.join(SHARD_FORMATS)}; install the version that wrote it, or build again"
     )
 

@@ -1,0 +1,114 @@
+"""All partitions of a dataset, packed by this process and others, on whatever machines."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from isobatch.common.errors import DataError
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.format_text import counted
+from isobatch.packer.partitions.cut import Cut
+from isobatch.packer.partitions.decide import decide_by_counts
+from isobatch.packer.partitions.partition import Decisions, PackedPartition, PartitionJob
+from isobatch.packer.partitions.results import Results
+from isobatch.packer.partitions.run import count_partition, pack_partition, run_jobs
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.sources.dataset import Dataset
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionRun:
+    """The partitions of a dataset, and where their results go."""
+
+    config: BuildConfig
+    dataset: Dataset
+    cut: Cut
+    results: Results
+    work: str
+    """Folder for what is unfinished."""
+    progress: StageProgress
+    first: int | None
+    """Number of the first partition; None: there is only one, which has none."""
+
+    def pack(self, decisions: Decisions, *, count_first: bool) -> str:
+        """Pack what is not packed yet; -> what others have still to do, empty if nothing.
+
+        `count_first`: count all before one is grouped, for what depends on the counts of all.
+        Partitions of other shares (`--partitions`) are left to these.
+        """
+        jobs = self._jobs(decisions)
+        mine = self._share(len(jobs))
+        if count_first:
+            with self.progress.stage("count", len(jobs), unit="partitions") as stage:
+                for _ in self._run(count_partition, [jobs[place] for place in mine]):
+                    stage.advance(1)
+                    stage.count(1)
+            found = [self.results.read_counted(job.place) for job in jobs]
+            known = [of for of in found if of is not None]
+            if len(known) < len(found):
+                missing = len(found) - len(known)
+                return (
+                    f"counted; {missing:,} of {len(found):,} partitions are not counted yet, and"
+                    " shares or kept columns need all: run this command again after the others"
+                )
+            decided = decide_by_counts(decisions, self.config, self.dataset, known)
+            jobs = [replace(job, decisions=of) for job, of in zip(jobs, decided, strict=True)]
+        missing_numbers = set(self._missing())
+        todo = [jobs[place] for place in mine if jobs[place].place in missing_numbers]
+        with self.progress.stage("pack", len(mine)) as stage:
+            stage.advance(len(mine) - len(todo))
+            for _, packed in self._run(pack_partition, todo):
+                stage.advance(1)
+                stage.count(packed.index.sums["num_samples"])
+        if not (others := self._missing()):
+            return ""
+        return (
+            f"packed: {counted(len(mine), 'partitions')}; not yet: {len(others):,} of all"
+            f" {len(jobs):,}: whoever finishes last completes the build"
+        )
+
+    def packed(self) -> list[PackedPartition]:
+        """All of them, after `pack`. DataError if one is gone."""
+        packed = [self.results.read(number) for number in self.numbers]
+        known = [of for of in packed if of is not None]
+        if len(known) < len(packed):
+            raise DataError(
+                f"{self.results.out}: a packed partition is gone; run the same command again"
+            )
+        return known
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the partitions."""
+        first = self.first or 0
+        return range(first, first + len(self.cut.partitions))
+
+    def _jobs(self, decisions: Decisions) -> list[PartitionJob]:
+        return [
+            PartitionJob(
+                config=self.config,
+                dataset=dataset,
+                number=None if self.first is None else number,
+                work=self.work,
+                out=self.results.out,
+                key=self.results.key,
+                decisions=decisions,
+                is_checked_later=True,
+            )
+            for number, dataset in zip(self.numbers, self.cut.partitions, strict=True)
+        ]
+
+    def _missing(self) -> list[int]:
+        return self.results.missing(self.numbers)
+
+    def _run(
+        self, function: Callable[[PartitionJob], Result], jobs: list[PartitionJob]
+    ) -> Iterator[tuple[int, Result]]:
+        return run_jobs(function, jobs, executor=self.config.executor, workers=self.config.workers)
+
+    def _share(self, number: int) -> range:
+        """The partitions that this process works on."""
+        first, step = self.config.share or (0, 1)
+        return range(first, number, step)
