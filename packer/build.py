@@ -119,15 +119,15 @@ class Builder:
         """
         config = self.config
         is_complete(config.out)  # raises for a wrong place before anything is made or removed
-        with self._dataset(overwrite=overwrite) as dataset:
+        with self.dataset(overwrite=overwrite) as dataset:
             if is_complete(config.out):
                 return self._finished(dataset)
-            results = Results(self._place, self.identity.key(dataset))
-            cut = self._cut(dataset, results)
+            results = Results(self.place, self.identity.key(dataset))
+            cut = self.cut(dataset, results)
             self.identity.is_cut = len(cut.partitions) > 1
             self._claim(dataset, results)
             if self._samples is None and not self.staging.samples.exists():
-                self._note_surprises(dataset)
+                self.note_surprises(dataset)
             (self.out / "shards").mkdir(exist_ok=True)
             if config.executor == "local" and len(cut.partitions) == 1 and not config.share:
                 packed = [self._only(dataset).pack()]
@@ -146,9 +146,9 @@ class Builder:
         """Only count: leaves counts.parquet and rejected.parquet, and returns both."""
         if is_complete(self.config.out):
             raise ConfigError(f"{self.config.out} holds a finished build: choose another --out")
-        with self._dataset() as dataset:
-            self._claim(dataset, Results(self._place, self.identity.key(dataset)))
-            self._note_surprises(dataset)
+        with self.dataset() as dataset:
+            self._claim(dataset, Results(self.place, self.identity.key(dataset)))
+            self.note_surprises(dataset)
             tables = self._only(dataset).counts()
             if self.publisher:
                 self.publisher.upload_tables()
@@ -163,18 +163,18 @@ class Builder:
             dataset=dataset,
             number=None,
             work=str(self.out),
-            out=self._place,
+            out=self.place,
         )
         return Partition(job, self.model, self.tokenizer, self.progress, self._samples)
 
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
         """Folder or URI that the shards go to."""
         return self.publisher.uri if self.publisher else str(self.out.absolute())
 
     # --- several partitions, or another executor ---
 
-    def _cut(self, dataset: Dataset, results: Results) -> Cut:
+    def cut(self, dataset: Dataset, results: Results) -> Cut:
         """The dataset in partitions."""
         if self._samples is not None:
             return Cut((dataset,), ())
@@ -207,7 +207,7 @@ class Builder:
         if config.share and is_complete(config.out):
             return self._finished(dataset)
         if others:
-            self._note(others)
+            self.note(others)
             return None
         with alone_in(self.staging.folder):
             if not is_complete(config.out):
@@ -242,7 +242,7 @@ class Builder:
         return self._finish(run.dataset, packed, run.results)
 
     @contextmanager
-    def _dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
+    def dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
         """The dataset, with the output locked; a wrong dataset leaves no output folder."""
         is_drawn = self.config.is_demo and self._samples is None
         if not is_drawn:
@@ -264,7 +264,7 @@ class Builder:
         self.identity.claim(self.staging.folder, dataset)
         if self.publisher:
             if results.are_others_there():
-                raise unfinished_other(self._place)
+                raise unfinished_other(self.place)
             self.publisher.claim(results.key if self.config.share else None)
 
     def _finished(self, dataset: Dataset) -> BuildSummary:
@@ -274,7 +274,7 @@ class Builder:
             rejected = read_table(folder / REJECTED_NAME)
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
-            Results(self._place, "").remove()
+            Results(self.place, "").remove()
             self.publisher.forget()
         else:  # the run that wrote the manifest may have been killed before it did
             self.staging.remove()
@@ -316,20 +316,21 @@ class Builder:
                 stage.count(DEMO_SAMPLES)
         return self._keeping(demo_dataset(folder))
 
-    def _note_surprises(self, dataset: Dataset) -> None:
+    def note_surprises(self, dataset: Dataset) -> None:
         """Say before the work what a user may not expect of columns, model and chat template."""
         keep = () if self.config.map else self.config.kept_columns
         columns = columns_of(dataset) if keep else set[str]()
         for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            self._note(f"{note} {', '.join(sorted(columns))}")
+            self.note(f"{note} {', '.join(sorted(columns))}")
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
-            self._note(f"note: {self.model.description}, {unknown}")
+            self.note(f"note: {self.model.description}, {unknown}")
         if day := self.tokenizer.template_date:
-            self._note(f"note: the chat template writes a date: {day} (--template-date)")
+            self.note(f"note: the chat template writes a date: {day} (--template-date)")
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Say something next to the progress."""
         self.progress.console.print(foreign(text), highlight=False, soft_wrap=True)
 
     def _finish(

@@ -1,6 +1,7 @@
 """The `packer` command: one sub-command per stage."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,8 @@ from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.models.presets import load_model
 from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import REPORT_NAME
+from isobatch.packer.changes.add import Adder, grown_config
+from isobatch.packer.changes.merge import merge_builds
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.format_text import counted
@@ -34,18 +37,22 @@ from isobatch.packer.inspect.html import write_group_html
 from isobatch.packer.inspect.terminal import group_title, print_group
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
-from isobatch.packer.report.build_summary import count_rejected
+from isobatch.packer.report.build_summary import Rejection, count_rejected
 from isobatch.packer.report.figures import make_report
 from isobatch.packer.report.terminal import print_build, print_report
 from isobatch.packer.sources.dataset import print_datasets
 from isobatch.packer.upload import save_html
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.folders import cache_folder, is_uri, join
+from isobatch.shards.manifest import Manifest, read_manifest
 from isobatch.shards.tables import REJECTED_NAME
 
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
     int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are for.")
+]
+DiscardOption = Annotated[
+    bool, typer.Option("--discard", help="Give up a change that was begun and not finished.")
 ]
 
 COUNTING = (
@@ -98,6 +105,74 @@ def build(
 
 
 @app.command()
+@with_options(
+    BuildConfig,
+    *(name for name in COUNTING if name != "out"),
+    *("columns", "partition_samples", "partitions"),
+)
+def add(
+    context: typer.Context,
+    out: BuildPlace,
+    config: ConfigOption = None,
+    discard: DiscardOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Add data to a finished build; run it again to resume.
+
+    New samples are packed to the build's caps. Nothing else is packed again, and who reads the
+    build meanwhile is not disturbed.
+    """
+    manifest = read_manifest(out)
+    context.params["model"] = context.params["model"] or manifest.model.name
+    new = read_config(BuildConfig, context, command="packer add")
+    addition = Adder(grown_config(manifest, new), StageProgress(messages)).add(discard=discard)
+    if addition is None:  # other shares of the partitions are missing
+        if as_json:
+            print(json.dumps({"out": out, "complete": False}))
+        return
+    totals = addition.manifest.values["totals"]
+    if as_json:
+        rejected = {reason: entry.number for reason, entry in addition.rejected.items()}
+        print(
+            json.dumps(
+                {
+                    "out": out,
+                    "added": addition.totals,
+                    "rejected": rejected,
+                    "totals": totals,
+                    "manifest_hash": addition.manifest.hash,
+                }
+            )
+        )
+        return
+    if addition.is_new:
+        new_groups = counted(addition.totals["num_groups"], "groups")
+        read = counted(addition.totals["num_read"], "samples")
+        print_line(f"{read} read: {addition.totals['num_packed']:,} added in {new_groups}")
+        _print_rejected(addition.rejected)
+    else:
+        print_line(f"{out} has this data already; nothing to do")
+    _print_totals(out, addition.manifest)
+
+
+@app.command()
+def merge(
+    builds: Annotated[list[str], typer.Argument(help="Folders or URIs.", metavar="BUILD...")],
+    out: Annotated[str, typer.Option(help="Folder or URI of the new build.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make one build of several of one model, tokenizer and caps, without copying in a folder.
+
+    Shards are links to the same files, or copies that the object store makes.
+    """
+    manifest = merge_builds(builds, out, StageProgress(messages))
+    if as_json:
+        print(json.dumps({"out": out, "totals": manifest.values["totals"]}))
+        return
+    _print_totals(out, manifest)
+
+
+@app.command()
 @with_options(BuildConfig, *COUNTING)
 def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Only count patches and tokens of every sample.
@@ -114,9 +189,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
         return
     sums = f"{len(counts):,} counted + {len(rejected):,} rejected"
     print_line(f"{counted(read, 'samples')} read = {sums}")
-    for reason, entry in reasons.items():
-        words = REASONS.get(reason, reason)
-        print_line(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
+    _print_rejected(reasons)
     if reasons:
         print_line(f"  all of them: {join(builder.config.out, REJECTED_NAME)}")
 
@@ -307,6 +380,17 @@ def _builder(context: typer.Context) -> Builder:
             foreign(f"note: --max-seq-len {config.max_seq_len:,} {cut}"), highlight=False
         )
     return builder
+
+
+def _print_rejected(reasons: Mapping[str, Rejection]) -> None:
+    for reason, entry in reasons.items():
+        words = REASONS.get(reason, reason)
+        print_line(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
+
+
+def _print_totals(out: str, manifest: Manifest) -> None:
+    groups = counted(manifest.num_groups, "groups")
+    print_line(f"{out} has {counted(manifest.num_packed, 'samples')} in {groups}")
 
 
 def _report(out: str, dp: int, *, as_json: bool, save: bool = True) -> None:

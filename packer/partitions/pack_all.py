@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import pyarrow as pa
+
 from isobatch.common.errors import DataError
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.format_text import counted
@@ -14,6 +16,7 @@ from isobatch.packer.partitions.results import Results
 from isobatch.packer.partitions.run import count_partition, pack_partition, run_jobs
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.dataset import Dataset
+from isobatch.shards.tables import REJECTED_NAME, read_table
 
 Result = TypeVar("Result")
 
@@ -78,6 +81,14 @@ class PartitionRun:
                 f"{self.results.out}: a packed partition is gone; run the same command again"
             )
         return known
+
+    def rejected(self) -> pa.Table:
+        """The rejected samples of all."""
+        tables = []
+        for number in self.numbers:
+            with self.results.opened(number, [REJECTED_NAME]) as folder:
+                tables.append(read_table(folder / REJECTED_NAME))
+        return pa.concat_tables(tables)
 
     @property
     def numbers(self) -> range:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from isobatch.common.consoles import foreign
-from isobatch.common.errors import ConfigError
+from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups, IntArray, Limits
 from isobatch.counting.pack_block import PackOptions
 from isobatch.counting.records.extras import Kinds
@@ -265,9 +265,16 @@ class Partition:
 
     @cached_property
     def _has_videos(self) -> bool:
-        if self.job.decisions.videos is not None:
-            return self.job.decisions.videos
-        return has_videos(self.staging.samples)
+        decided = self.job.decisions.videos
+        if decided:
+            return True
+        has = has_videos(self.staging.samples)
+        if has and decided is not None:
+            raise DataError(
+                "the new data has videos, and no sample of the build has: pack it as a build of its"
+                " own, and give both to the loader"
+            )
+        return has
 
     def _never_read(self) -> dict[str, NeverRead]:
         """What nothing reads, by part: keys of records, and columns that records come without."""
