@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -29,6 +29,8 @@ from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.changes.add import Adder, grown_config
 from isobatch.packer.changes.merge import merge_builds
+from isobatch.packer.changes.remove import remove_samples
+from isobatch.packer.changes.sample_names import SampleNames, read_ids
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.format_text import counted
@@ -173,6 +175,46 @@ def merge(
 
 
 @app.command()
+def remove(
+    out: BuildPlace,
+    ids: Annotated[
+        Path | None, typer.Option(help="File of sample ids: one per line, or a JSON list.")
+    ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Source whose samples go. May be repeated.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: all cores.")
+    ] = None,
+    discard: DiscardOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take samples out of a finished build, and out of every file of it; run it again to resume.
+
+    What is left of their groups is packed again, and their shards are written again. `packer
+    verify --absent FILE` proves that they are gone. Raw data, and files that a refs build points
+    to, stay where they are.
+    """
+    if ids is None and not source:
+        raise ConfigError("packer remove: give --ids FILE or --source NAME")
+    names = SampleNames(ids=read_ids(ids) if ids else (), sources=tuple(source or ()))
+    result = remove_samples(
+        out, names, StageProgress(messages), workers=workers or default_workers(), discard=discard
+    )
+    if as_json:
+        values = asdict(replace(result, manifest=None))  # type: ignore[arg-type]
+        print(json.dumps(values | {"manifest": result.manifest.hash}))
+        return
+    if result.num_samples or result.num_rejected:
+        groups, shards = counted(result.num_groups, "groups"), counted(result.num_shards, "shards")
+        removed = counted(result.num_samples, "samples")
+        print_line(f"removed {removed}, and {result.num_rejected:,} rejected: {groups}, {shards}")
+    else:
+        print_line(f"none of these samples is in {out}; nothing to do")
+    _print_totals(out, result.manifest)
+
+
+@app.command()
 @with_options(BuildConfig, *COUNTING)
 def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Only count patches and tokens of every sample.
@@ -245,6 +287,12 @@ def verify(
     image_root: Annotated[
         str | None, typer.Option(help="Folder or URI of these files. Default: as when packed.")
     ] = None,
+    absent: Annotated[
+        Path | None,
+        typer.Option(
+            "--absent", help="Also that none of the samples is there whose ids are in this file."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every file of a build, and name those that differ."""
@@ -254,6 +302,7 @@ def verify(
         workers=workers or default_workers(),
         media=media,
         image_root=image_root,
+        absent=SampleNames(ids=read_ids(absent)) if absent else None,
     )
     if as_json:
         print(json.dumps(asdict(result)))
@@ -263,6 +312,8 @@ def verify(
         print_line(f"intact: {files}, {result.num_bytes:,} bytes")
         if media:
             print_line(f"intact: {counted(result.num_media, 'files')} that the build points to")
+        if absent:
+            print_line("absent: no sample of these ids is in a table or a shard")
         packed = (
             f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
         )

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ from isobatch.shards.arrow_shards import MAGIC_BYTES
 from isobatch.shards.checksums import FileChecksum, group_checksum
 from isobatch.shards.folders import join
 from isobatch.shards.manifest import BatchRange, BuildFile, FolderFiles, IndexFiles, Manifest
-from isobatch.shards.stored_group import ByteRange, PackedBlock
+from isobatch.shards.stored_group import ByteRange
 
 INDEX_NAME = "index.arrow"
 IDS_NAME = "sample_ids.arrow"
@@ -64,6 +64,23 @@ def _part_schema(pad_each_to: int) -> pa.Schema:
 
 # --- writing ---
 
+
+class IndexedSamples(Protocol):
+    """Samples of groups, as far as the index needs them: a `PackedBlock`, or rows of tables."""
+
+    @property
+    def group_offsets(self) -> IntArray:
+        """Borders of the groups among the samples, shape (num_groups + 1,), strictly ascending."""
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Id of each sample."""
+
+    @property
+    def counts(self) -> dict[str, IntArray]:
+        """Column of `common.types.Counts` -> value of each sample."""
+
+
 LostSample = tuple[int, str, str]
 """A sample that was left out of its shard: row of the counts table, reason, detail."""
 
@@ -80,7 +97,7 @@ class IndexPart:
     file: BuildFile | None = None
     """The shard, once it is finished."""
 
-    def add(self, block: PackedBlock, ranges: list[ByteRange]) -> None:
+    def add(self, block: IndexedSamples, ranges: list[ByteRange]) -> None:
         """The groups of a block, which were written at `ranges`."""
         if not ranges:
             return

@@ -49,6 +49,9 @@ def merge_builds(
         require_alike(bases[0], base)
     if len({base.hash for base in bases}) < len(bases):
         raise ConfigError("two of the builds are the same: each sample would be there twice")
+    shards = [shard.checksum for base in bases for shard in base.shards]
+    if len(set(shards)) < len(shards):
+        raise ConfigError("two of the builds share shards: their samples would be there twice")
     target = Target(out, work_dir=work_dir)
     merged_of = [base.hash for base in bases]
     with target.locked():
@@ -101,7 +104,7 @@ def _bring_shards(
     if not is_uri(target.place):
         Path(target.place, "shards").mkdir(exist_ok=True)
     with (
-        progress.stage("shards", len(jobs)) as stage,
+        progress.stage("bring", len(jobs), unit="shards") as stage,
         ThreadPoolExecutor(COPIES_AT_ONCE) as pool,
     ):
         places, shards, new_names = zip(*jobs, strict=True)

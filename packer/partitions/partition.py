@@ -391,7 +391,7 @@ class Partition:
             num_read=counts.num_read,
             num_repeated=counts.num_repeated,
             index=index,
-            shards=[_shard_entry(part) for part in parts],
+            shards=[shard_entry(part) for part in parts],
             limits=grouping.limits.to_json(),
             limits_explained=grouping.limits_explained,
             extras=self._extras,
@@ -439,7 +439,7 @@ def columns_of(dataset: Dataset) -> set[str]:
     return {name for part in dataset.parts for name in part.open().columns()}
 
 
-def _shard_entry(part: Path) -> dict[str, Any]:
+def shard_entry(part: Path) -> dict[str, Any]:
     """A shard as the manifest lists it."""
     with pa.memory_map(str(part)) as source:
         sizes = pa.ipc.open_file(source).read_all().column("num_samples").to_numpy()
