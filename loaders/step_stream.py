@@ -72,7 +72,8 @@ class StepStream:
     @property
     def epochs_vary(self) -> bool:
         """Whether `len` is this epoch's number of steps, and others have other numbers."""
-        return self._config.regroup is not None or self._config.mixing_weights is not None
+        config = self._config
+        return bool(config.regroup or config.mixing_weights) or self._steps.has_grown
 
     @property
     def is_at_end(self) -> bool:

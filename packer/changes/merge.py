@@ -166,7 +166,9 @@ def _values(
         for shard, name in zip(base.values["shards"], new_names, strict=True)
     ]
     never_read = join_never_read(base.values.get("never_read", {}) for base in bases)
-    left_out = ("format_version", "content_hash", "tables", "generation", "earlier", "never_read")
+    left_out = ("format_version", "content_hash", "tables", "generation", "never_read")
+    sizes = {"num_groups": bases[0].num_groups, "num_packed": bases[0].num_packed}
+    earlier = [*first.get("earlier", []), {"manifest_hash": bases[0].hash, **sizes, "tables": ""}]
     return {
         **{name: value for name, value in first.items() if name not in left_out},
         "config": config,
@@ -174,6 +176,7 @@ def _values(
         "raw_files": [files for base in bases for files in base.values["raw_files"]],
         "added": [entry for base in bases for entry in base.values.get("added", [])],
         "num_partitions": len(bases),
+        "earlier": earlier,
         "totals": sum_totals([base.values["totals"] for base in bases]),
         "shards": shards,
         **({"never_read": never_read} if never_read else {}),
