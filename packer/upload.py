@@ -42,10 +42,11 @@ class Publisher:
         self.folder = work_folder(self.uri, work_dir)
         self._claim = self.folder / "staging" / BUILDING_NAME
 
-    def claim(self, with_others: str | None = None) -> None:
+    def claim(self, with_others: str | None = None, otherwise: str = ELSEWHERE) -> None:
         """Mark the place as this build's; DataError if another work folder is building there.
 
-        `with_others`: what all have in common that work on partitions of it.
+        `with_others`: what all have in common that work on partitions of it. `otherwise`: what else
+        to do, for the error.
         """
         if with_others is not None:
             several = {"host": "several machines", "work_folder": "--partitions"}
@@ -59,7 +60,7 @@ class Publisher:
         mine = self._claim.read_bytes()
         if not self._bucket.create(BUILDING_NAME, mine) and (theirs := self._holder()) != mine:
             there = f"{self.uri} holds the unfinished build of {_who(theirs)}"
-            raise DataError(f"{there}: let it finish, continue it there, {ELSEWHERE}")
+            raise DataError(f"{there}: let it finish, continue it there, {otherwise}")
 
     def clear(self) -> None:
         """Remove what a build made at the URI; ConfigError if there is anything else."""

@@ -46,6 +46,9 @@ from isobatch.shards.tables import (
     write_table,
 )
 
+MOST_WINDOW = 1 << 30
+"""Bytes of samples at most that one process holds: offsets of Arrow's binaries are int32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
@@ -92,10 +95,9 @@ def remove_samples(
             return change.removal(base)
         if change.is_gone.all():
             raise DataError(f"{place}: no sample would be left; delete the whole build instead")
-        with progress.stage("write", len(change.tasks), unit="groups") as stage:
-            for num_groups in map_ordered(
-                rewrite_shard, change.tasks, workers=min(workers, max(1, len(change.tasks)))
-            ):
+        with progress.stage("write", len(change.plan), unit="groups") as stage:
+            at_once = min(workers, len(change.plan))
+            for num_groups in map_ordered(rewrite_shard, change.tasks(), workers=at_once):
                 stage.advance(1)
                 stage.count(num_groups)
         with progress.stage("finish", None, unit="shards") as stage:
@@ -122,8 +124,7 @@ class _Change:
         self._is_torn = self._groups.sum(self.is_gone.astype(np.int64)) > 0
         """Whether each group loses samples."""
         self._torn_shards = np.unique(self._shard[self._is_torn])
-        self._new_groups: list[Groups] = []
-        self.tasks = self._tasks()
+        self.plan = list(self._plan())
 
     def removal(self, manifest: Manifest) -> Removal:
         """What is said of it."""
@@ -137,37 +138,34 @@ class _Change:
 
     # --- shards ---
 
-    def _tasks(self) -> list[RewriteTask]:
-        """The shards to write: torn ones without their torn groups, then what is packed again."""
-        self._replaced: dict[int, int] = {}
-        """Torn shard -> number of the task that writes it again; not there if nothing is left."""
-        contents: list[tuple[Groups, list[tuple[StoredPart, ...]]]] = []
+    def _plan(self) -> Iterator[tuple[Groups, int | None]]:
+        """Groups of each shard to write, and the torn shard that it replaces, if it is one.
+
+        First torn shards without their torn groups, then what is packed again.
+        """
         for shard in self._torn_shards.tolist():
             rows = np.flatnonzero((self._shard == shard) & ~self._is_torn)
             if len(rows):
-                self._replaced[shard] = len(contents)
-                stored_groups = self._stored(rows)
-                contents.append(
-                    (self._groups.take(rows), [(StoredPart(*of),) for of in stored_groups])
-                )
-        group_of, place_of = self._owners()
+                yield self._groups.take(rows), shard
         for window in self._windows():
-            groups = self._packed_again(window)
-            if not len(groups):
-                continue
+            if len(groups := self._packed_again(window)):
+                yield groups, None
+
+    def tasks(self) -> Iterator[RewriteTask]:
+        """The shards to write."""
+        group_of, place_of = self._owners()
+        first = 0
+        for number, (groups, shard) in enumerate(self.plan):
             owners, places = group_of[groups.samples], place_of[groups.samples].tolist()
-            stored = self._stored(owners)
-            samples = [StoredPart(*of, place) for of, place in zip(stored, places, strict=True)]
-            borders = pairwise(groups.offsets.tolist())
-            contents.append((groups, [tuple(samples[first:last]) for first, last in borders]))
-            self._new_groups.append(groups)
-        firsts = np.cumsum([0, *(len(groups) for groups, _ in contents)]).tolist()
-        return [
-            self._task(number, first, groups, parts)
-            for number, (first, (groups, parts)) in enumerate(
-                zip(firsts[:-1], contents, strict=True)
-            )
-        ]
+            if shard is None:
+                stored = self._stored(owners)
+                parts = [StoredPart(*of, place) for of, place in zip(stored, places, strict=True)]
+                borders = pairwise(groups.offsets.tolist())
+                contents = [tuple(parts[start:stop]) for start, stop in borders]
+            else:
+                contents = [(StoredPart(*of),) for of in self._stored(owners[groups.offsets[:-1]])]
+            yield self._task(number, first, groups, contents)
+            first += len(groups)
 
     def _task(
         self, number: int, first: int, groups: Groups, parts: list[tuple[StoredPart, ...]]
@@ -218,7 +216,8 @@ class _Change:
         with_media = self._base.format != "refs"
         num_bytes = sample_bytes(self._counts, with_media=with_media) * ~self.is_gone
         sizes = torn.sum(num_bytes)
-        window_of = (np.cumsum(sizes) - sizes) // (int(self._config["shard_mb"]) << 20)
+        most = min(int(self._config["shard_mb"]) << 20, MOST_WINDOW)
+        window_of = (np.cumsum(sizes) - sizes) // most
         for window in np.unique(window_of).tolist():
             samples = torn.take(np.flatnonzero(window_of == window)).samples
             yield np.sort(samples[~self.is_gone[samples]])
@@ -253,20 +252,21 @@ class _Change:
         """Write the new tables; -> the new manifest."""
         base, tables = self._base, new_tables(self._base)
         work = self._target.folder
-        parts = [index_part(work, task.number) for task in self.tasks]
+        parts = [index_part(work, number) for number in range(len(self.plan))]
         entries = [shard_entry(part) for part in parts]
+        replaced = {shard: task for task, (_, shard) in enumerate(self.plan) if shard is not None}
         # of each new shard: its entry and its rows of the index
         shards: list[tuple[dict[str, Any], list[pa.Table]]] = []
         borders = np.searchsorted(self._shard, np.arange(len(base.shards) + 1)).tolist()
         for shard, (first, last) in enumerate(pairwise(borders)):
-            if shard in self._replaced:
-                task = self._replaced[shard]
+            if shard in replaced:
+                task = replaced[shard]
                 shards.append((entries[task], list(read_rows(parts[task]))))
             elif shard not in self._torn_shards:
                 shards.append(
                     (base.values["shards"][shard], [self._index.slice(first, last - first)])
                 )
-        for task in range(len(self._replaced), len(self.tasks)):
+        for task in range(len(replaced), len(self.plan)):
             shards.append((entries[task], list(read_rows(parts[task]))))
         rows = [_numbered(table, number) for number, (_, of) in enumerate(shards) for table in of]
         figures = IndexFigures.of_none(self._index.schema)
@@ -302,8 +302,9 @@ class _Change:
         counts = self._counts.filter(pa.array(stays))
         rejected = self._rejected.filter(pa.array(~self.is_gone_rejected))
         whole = self._groups.take(np.flatnonzero(~self._is_torn))
-        samples = [whole.samples, *(groups.samples for groups in self._new_groups)]
-        sizes = [whole.sizes, *(groups.sizes for groups in self._new_groups)]
+        again = [groups for groups, shard in self.plan if shard is None]
+        samples = [whole.samples, *(groups.samples for groups in again)]
+        sizes = [whole.sizes, *(groups.sizes for groups in again)]
         new_row = np.cumsum(stays) - 1
         groups = Groups(
             new_row[np.concatenate(samples)],

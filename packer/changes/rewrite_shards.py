@@ -3,10 +3,10 @@
 Nothing is decoded or counted: rows of Arrow shards and members of tars are copied.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +19,10 @@ from isobatch.shards.checksums import wrong_bytes
 from isobatch.shards.folders import Folder, is_uri, open_folder, open_object_folder
 from isobatch.shards.index import IndexPart, read_shard_file
 from isobatch.shards.manifest import TAR_FORMATS
-from isobatch.shards.stored_group import DECODE_ERRORS, ExtraTypes
+from isobatch.shards.stored_group import DECODE_ERRORS, ByteRange, ExtraTypes
 from isobatch.shards.tar_shards import Member, TarShardWriter, stored_samples
+
+Stored = TypeVar("Stored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,6 @@ class StoredPart:
     checksum: int
     place: int | None = None
     """Of the sample in the group; None: all samples."""
-
-    @property
-    def group(self) -> tuple[str, int]:
-        """What tells stored groups apart."""
-        return self.shard, self.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +56,7 @@ class RewriteTask:
     first_group: int
     """Number of its first group, in the keys of tars."""
     groups: tuple[tuple[StoredPart, ...], ...]
-    """What each group is made of."""
+    """What each group is made of: one stored group, or samples of several."""
     group_offsets: IntArray
     sample_ids: list[str]
     counts: dict[str, IntArray]
@@ -92,71 +89,68 @@ def _is_there(root: Folder, part: Path) -> bool:
         return False
 
 
-def _write(task: RewriteTask, root: Folder, path: Path) -> list[tuple[int, int]]:
+def _write(task: RewriteTask, root: Folder, path: Path) -> list[ByteRange]:
     """Write the shard to a file; -> the range of each group."""
-    ranges = []
     if task.format in TAR_FORMATS:
-        tar = TarShardWriter(path)
-        stored = _Stored(root, task, _samples)
-        for number, parts in enumerate(task.groups, start=task.first_group):
-            ranges.append(tar.add_samples(number, [one for of in parts for one in stored.take(of)]))
-        tar.close()
-        return ranges
+        return _write_tar(task, root, path)
     is_refs = task.format == "refs"
     schema = shard_schema(refs=is_refs, videos=task.has_videos, extras=task.extras)
-    arrow = ArrowShardWriter(path, refs=is_refs, videos=task.has_videos, extras=task.extras)
+    writer = ArrowShardWriter(path, refs=is_refs, videos=task.has_videos, extras=task.extras)
+    ranges = []
 
-    def rows(content: bytes, places: Sequence[int] | None) -> list[pa.RecordBatch]:
-        batch = stored_rows(pa.py_buffer(content), schema)
-        # copies, so that what is not wanted leaves the memory
-        return [batch] if places is None else [batch.take(pa.array([row])) for row in places]
+    def rows_of(part: StoredPart) -> pa.RecordBatch:
+        return _decoded(root, part, lambda content: stored_rows(pa.py_buffer(content), schema))
 
-    stored = _Stored(root, task, rows)
-    for parts in task.groups:
-        table = pa.Table.from_batches([one for of in parts for one in stored.take(of)], schema)
-        ranges.append(arrow.add_rows(table.combine_chunks().to_batches()[0]))
-    arrow.close()
+    # single samples in one table: a batch of its own for each would be larger than a text
+    batches, row_of = [schema.empty_table().to_batches()], dict[StoredPart, int]()
+    for stored, parts in _by_group(task).items():
+        batches.append([rows_of(stored).take(pa.array([part.place for part in parts]))])
+        row_of |= {part: len(row_of) + number for number, part in enumerate(parts)}
+    table = pa.Table.from_batches([one for of in batches for one in of], schema).combine_chunks()
+    for group_parts in task.groups:
+        if group_parts[0].place is None:
+            ranges.append(writer.add_rows(rows_of(group_parts[0])))
+            continue
+        group = table.take(pa.array([row_of[part] for part in group_parts]))
+        ranges.append(writer.add_rows(group.combine_chunks().to_batches()[0]))
+    writer.close()
     return ranges
 
 
-def _samples(content: bytes, places: Sequence[int] | None) -> list[list[Member]]:
-    samples = stored_samples(memoryview(content))
-    return samples if places is None else [samples[place] for place in places]
+def _write_tar(task: RewriteTask, root: Folder, path: Path) -> list[ByteRange]:
+    writer = TarShardWriter(path)
+    ranges = []
+
+    def samples_of(part: StoredPart) -> list[list[Member]]:
+        return _decoded(root, part, lambda content: stored_samples(memoryview(content)))
+
+    sample_of = dict[StoredPart, list[Member]]()
+    for stored, parts in _by_group(task).items():
+        samples = samples_of(stored)
+        sample_of |= {part: samples[part.place] for part in parts if part.place is not None}
+    for number, group_parts in enumerate(task.groups, start=task.first_group):
+        first, is_whole = group_parts[0], group_parts[0].place is None
+        samples = samples_of(first) if is_whole else [sample_of.pop(of) for of in group_parts]
+        ranges.append(writer.add_samples(number, samples))
+    writer.close()
+    return ranges
 
 
-class _Stored:
-    """Samples of stored groups, each of which is read once."""
+def _by_group(task: RewriteTask) -> dict[StoredPart, list[StoredPart]]:
+    """Stored groups, and the single samples that are wanted of each, so that it is read once."""
+    samples: dict[StoredPart, list[StoredPart]] = {}
+    for part in (part for parts in task.groups for part in parts if part.place is not None):
+        samples.setdefault(replace(part, place=None), []).append(part)
+    return samples
 
-    def __init__(
-        self,
-        root: Folder,
-        task: RewriteTask,
-        decode: Callable[[bytes, Sequence[int] | None], list[Any]],
-    ) -> None:
-        """`decode`: samples at some places of a stored group, None: all, in one piece or more."""
-        self._root, self._decode = root, decode
-        self._wanted: dict[tuple[str, int], list[int]] = {}
-        for part in (part for parts in task.groups for part in parts):
-            if part.place is not None:
-                self._wanted.setdefault(part.group, []).append(part.place)
-        self._waiting: dict[tuple[tuple[str, int], int], Any] = {}
 
-    def take(self, part: StoredPart) -> list[Any]:
-        """The samples of a part, each of which is taken once. DamagedShard if it is damaged."""
-        if part.place is None:
-            return self._read(part, None)
-        if (part.group, part.place) not in self._waiting:
-            places = self._wanted[part.group]
-            samples = zip(places, self._read(part, places), strict=True)
-            self._waiting |= {(part.group, place): sample for place, sample in samples}
-        return [self._waiting.pop((part.group, part.place))]
-
-    def _read(self, part: StoredPart, places: Sequence[int] | None) -> list[Any]:
-        content = _content(self._root, part)
-        try:
-            return self._decode(content, places)
-        except DECODE_ERRORS as error:
-            raise _damaged(self._root, part, first_line(error)) from None
+def _decoded(root: Folder, part: StoredPart, decode: Callable[[bytes], Stored]) -> Stored:
+    """The samples of a stored group. DamagedShard if it is damaged."""
+    content = _content(root, part)
+    try:
+        return decode(content)
+    except DECODE_ERRORS as error:
+        raise _damaged(root, part, first_line(error)) from None
 
 
 def _content(root: Folder, part: StoredPart) -> bytes:

@@ -72,7 +72,7 @@ class Target:
             if self.publisher:
                 if discard:
                     open_object_folder(self.place).delete([BUILDING_NAME])
-                self.publisher.claim(self.shared)
+                self.publisher.claim(self.shared, "or add --discard")
             self.sweep(base)
             write_text(marker, json.dumps(wanted))
 
