@@ -1,4 +1,4 @@
-"""`packer add`: more data for a finished build, packed to its caps as partitions of their own.
+"""`packer add`: more data for a finished build, as partitions of their own.
 
 What is there is not read again but for its tables, and no reader of it is disturbed.
 """
