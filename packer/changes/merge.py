@@ -1,4 +1,4 @@
-"""`packer merge`: one build of several, whose shards it links or copies and never reads.
+"""`packer merge`: one build of several, whose shards are linked or copied.
 
 On one file system shards are linked, in one bucket copied by the store. Nothing is packed again.
 """
