@@ -1,4 +1,4 @@
-"""`packer remove`: samples leave a finished build, and every file of it that had them.
+"""`packer remove`: samples leave a build, and every file of it that had them.
 
 Groups that lose samples are packed again from what is left of them. Their shards are written again
 without these groups, and the old ones deleted. Other shards stay as they are.
