@@ -1,4 +1,4 @@
-"""Shards of stored groups and samples, written again as they are, by any number of processes.
+"""Shards of stored groups and samples, written again as they are.
 
 Nothing is decoded or counted: rows of Arrow shards and members of tars are copied.
 """

@@ -1,4 +1,4 @@
-"""Samples that are to go, or have gone: by their ids or sources, in tables and in shards."""
+"""Samples that go, or have gone: by ids or sources, in tables and in shards."""
 
 import json
 import tarfile

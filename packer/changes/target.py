@@ -1,4 +1,4 @@
-"""The place of a build that is changed: who changes it, its new tables, and what goes.
+"""The place of a build that is changed: its lock, its new tables, and what goes.
 
 A change writes new shards and, in a folder of their own, new tables. Then the manifest is replaced,
 so a reader sees the old build or the new one, and who has opened the old one still reads it.
