@@ -1,4 +1,4 @@
-"""Tables and index of a build, of those of its parts: packed partitions, or whole builds.
+"""Tables and index of a build, of those of its parts: partitions, or whole builds.
 
 Rows are numbered through, and read some at a time, so memory does not grow with the parts.
 """
