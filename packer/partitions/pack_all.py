@@ -1,4 +1,4 @@
-"""All partitions of a dataset, packed by this process and others, on whatever machines."""
+"""All partitions of a dataset, packed by this process and others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
