@@ -33,6 +33,7 @@ from isobatch.common.config import build_config
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
 from isobatch.counting.records.fields import NeverRead
+from isobatch.packer.format_text import counted
 from isobatch.packer.group import LIMITS_NAME
 from isobatch.packer.table_queries import count_reasons, query_table
 from isobatch.shards.folders import on_disk
@@ -331,15 +332,13 @@ def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) 
 
 
 def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
-    notes = []
-    idle = "only step has idle ranks"
-    if num_packed < dp * BATCH_SIZE:
-        few = f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}"
-        notes.append(f"{few}: the baselines' {idle}")
     if num_groups < dp:
-        few = f"{num_groups} groups do not fill one step of {dp} ranks"
-        notes.append(f"{few}: the {idle}; try --dp 1")
-    return tuple(notes)
+        few = f"{counted(num_groups, 'groups')} for {dp} ranks: some have nothing to do in a step"
+        return (f"{few}, so the ratios say little; packer report --dp {max(num_groups, 1)} fits",)
+    if num_packed < dp * BATCH_SIZE:
+        few = f"{counted(num_packed, 'samples')} for {dp} ranks"
+        return (f"{few} of {BATCH_SIZE} each: before packing, some ranks had nothing to do",)
+    return ()
 
 
 # --- the tables of a build, checked against each other ---
