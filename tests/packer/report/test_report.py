@@ -117,8 +117,7 @@ def test_a_dataset_smaller_than_a_step_is_reported_and_said_to_be_so(
     assert ("had nothing to do" in text or "have nothing to do" in text) == (
         num_samples < dp * 4 or report.num_groups < dp
     )
-    assert "1 samples" not in text
-    assert "1 groups" not in text
+    assert not re.search(r"\b1 (samples|groups)\b", text)
     assert "nan" not in render_html(report)
 
 
