@@ -41,11 +41,12 @@ from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import Rejection, count_rejected
 from isobatch.packer.report.figures import make_report
+from isobatch.packer.report.html import write_html
 from isobatch.packer.report.terminal import print_build, print_report
 from isobatch.packer.sources.dataset import print_datasets
 from isobatch.packer.upload import save_html
 from isobatch.packer.verify import require_intact, verify_build
-from isobatch.shards.folders import cache_folder, is_uri, join
+from isobatch.shards.folders import cache_folder, is_uri, join, naming_full_disk
 from isobatch.shards.manifest import Manifest, read_manifest
 from isobatch.shards.tables import REJECTED_NAME
 
@@ -263,16 +264,24 @@ def group(
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
-        _report(str(folder), dp, as_json=as_json, save=out is not None)
+        page = None if out is None else folder / REPORT_NAME
+        _report(str(folder), dp, as_json=as_json, html=page)
 
 
 @app.command()
-def report(out: BuildPlace, dp: RanksOption = 8, as_json: JsonOption = False) -> None:
+def report(
+    out: BuildPlace,
+    dp: RanksOption = 8,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with the distributions to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Print how balanced a build is, next to other samplers.
 
-    report.html shows the distributions too.
+    The build's own report.html, which stays as it is, is for 8 ranks.
     """
-    _report(out, dp, as_json=as_json)
+    _report(out, dp, as_json=as_json, html=html)
 
 
 @app.command()
@@ -444,13 +453,14 @@ def _print_totals(out: str, manifest: Manifest) -> None:
     print_line(f"{out} has {counted(manifest.num_packed, 'samples')} in {groups}")
 
 
-def _report(out: str, dp: int, *, as_json: bool, save: bool = True) -> None:
+def _report(out: str, dp: int, *, as_json: bool, html: Path | None) -> None:
     result = make_report(out, dp=dp)
     if as_json:
         print(json.dumps(result.to_json()))
     else:
         print_report(result, results())
-    if save:  # after printing: who may only read a bucket has the figures at least
-        save_html(result, out)
-    if save and not as_json:
-        print_line(f"details: {join(out, REPORT_NAME)}")
+    if html is not None:
+        with naming_full_disk(html.parent):
+            write_html(result, html)
+        if not as_json:
+            print_line(f"details: {html}")

@@ -12,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from isobatch.common.errors import DataError
@@ -26,7 +25,7 @@ from isobatch.packer.build_dir import (
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.report.html import write_html
 from isobatch.packer.write.energon_files import META_NAMES
-from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
+from isobatch.shards.folders import cache_folder, naming_full_disk, open_object_folder
 from isobatch.shards.manifest import MANIFEST_NAME
 from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME
 
@@ -105,15 +104,9 @@ class Publisher:
 
 
 def save_html(report: Report, place: str) -> None:
-    """Write report.html next to a build, in a folder or at a URI."""
-    if not is_uri(place):
-        with naming_full_disk(place):
-            write_html(report, Path(place, REPORT_NAME))
-        return
-    with TemporaryDirectory() as folder:
-        page = Path(folder, REPORT_NAME)
-        write_html(report, page)
-        open_object_folder(place).put(REPORT_NAME, page)
+    """Write report.html next to a build in a folder."""
+    with naming_full_disk(place):
+        write_html(report, Path(place, REPORT_NAME))
 
 
 def work_folder(uri: str, work_dir: str | None) -> Path:

@@ -23,6 +23,7 @@ from isobatch.counting.headers.video_header import read_video_header
 from isobatch.counting.records.media import Media, SampleProblem, open_media
 from isobatch.models.audio_tokens import resampled_length
 from isobatch.packer.changes.sample_names import SampleNames, ids_in_shard
+from isobatch.packer.changes.target import unfinished_change
 from isobatch.packer.format_text import counted
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.write.energon_files import check_energon_files
@@ -96,8 +97,8 @@ def verify_build(
         # without the folder all shards are missing, which is said already
         if root.has_folder("shards"):
             known = {file.name for file in files}
-            names = [info.name for info in root.files("shards")]
-            problems += [f"{name}: is not in the manifest" for name in names if name not in known]
+            names = [info.name for info in root.files("shards") if info.name not in known]
+            problems += _strangers(names, manifest)
         if "content_hash" not in manifest.values:
             problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
         tables_folder = folder / manifest.tables
@@ -137,6 +138,15 @@ def _check_file(folder: Folder, expected: BuildFile) -> list[str]:
     if file.checksum != expected.checksum:
         return [f"{name}: its checksum is not the manifest's: the content is damaged"]
     return []
+
+
+def _strangers(names: list[str], manifest: Manifest) -> list[str]:
+    """What is said of files among the shards that the manifest does not list."""
+    if names and (change := unfinished_change(manifest)):
+        number = counted(len(names), "files")
+        left = f"an unfinished `packer {change}` left {number} in shards"
+        return [f"{left}: run the same command again, or another change with --discard"]
+    return [f"{name}: is not in the manifest" for name in names]
 
 
 def _check_tables(folder: Path, root: Folder, manifest: Manifest) -> Iterator[str]:

@@ -23,6 +23,8 @@ from isobatch.packer.upload import Publisher, save_html
 from isobatch.shards.folders import is_uri, naming_full_disk, open_folder, open_object_folder
 from isobatch.shards.manifest import TABLES, Manifest, read_manifest, write_manifest
 
+MARKER = "build.json"
+"""What is being built or changed in a staging folder."""
 KEPT_TABLES = 3
 """Earlier tables that stay for who has opened the build with them."""
 _UNSAID = ("format_version", "content_hash")
@@ -58,9 +60,9 @@ class Target:
         DataError if another one is unfinished; `discard` gives that up. Removes what others left.
         """
         wanted = {**identity, "base": base.hash}
-        marker = self.staging / "build.json"
+        marker = self.staging / MARKER
         with alone_in(self.staging):
-            begun = json.loads(marker.read_text("utf-8")) if marker.exists() else {}
+            begun = _begun(marker)
             if begun == wanted and not discard:
                 return
             # what was begun on an earlier build is over, or of no use
@@ -135,6 +137,21 @@ class Target:
         for folder in sorted(Path(self.place, TABLES).glob("*")):
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def unfinished_change(manifest: Manifest) -> str:
+    """Name of the command that has begun to change a build in a folder, or empty."""
+    begun = _begun(Path(manifest.place, "staging", MARKER))
+    return str(begun.get("change")) if begun.get("base") == manifest.hash else ""
+
+
+def _begun(marker: Path) -> dict[str, Any]:
+    """What a change says of itself; empty if there is none."""
+    try:
+        begun: dict[str, Any] = json.loads(marker.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return begun
 
 
 def changed_values(base: Manifest, tables: str, **changes: Any) -> dict[str, Any]:

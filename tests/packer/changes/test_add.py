@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.errors import ConfigError, DamagedShard, DataError
 from isobatch.loaders import StreamingLoader
 from isobatch.packer.report.figures import make_report
 from isobatch.packer.verify import require_intact, verify_build
@@ -160,5 +160,7 @@ def test_an_unfinished_change_is_named_and_can_be_given_up(arrow_build, halves):
     (arrow_build / "shards" / "shard-00001-00000.arrow").write_bytes(b"half")
     with pytest.raises(DataError, match="unfinished `packer remove`"):
         add(halves, arrow_build)
+    with pytest.raises(DamagedShard, match="an unfinished `packer remove` left 1 file in shards"):
+        require_intact(verify_build(arrow_build, quiet(), workers=1))
     add(halves, arrow_build, discard=True)
     require_intact(verify_build(arrow_build, quiet(), workers=1))
