@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.runtime.models._sample_attention import packed_attention
+from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.engine.runtime.models.layer_specs import (
     FEATURES,
     HIDDEN,
@@ -24,8 +25,15 @@ from isobatch.engine.runtime.models.layer_specs import (
     deep_tensors,
     hidden_specs,
 )
-from isobatch.engine.runtime.models.token_loss import loss_sum
-from isobatch.engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
+from isobatch.engine.runtime.stage_io import (
+    LOSS,
+    Batch,
+    StageTensors,
+    TensorSpec,
+    host_of,
+    samples_text,
+    to_device,
+)
 
 _COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
 _SHARED = (_COS, _SIN, _BORDERS, _IMAGES)
@@ -71,7 +79,7 @@ class TokenEmbedding(SpecLayer):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (image tokens, width) -> `hidden` (1, tokens, width)."""
         hidden: Tensor = self.embed_tokens(batch.input_ids)
-        places = _vision_places(batch, self._rules)
+        places = _vision_places(batch, self._rules, hidden.device)
         features = inputs[FEATURES]
         if len(places) != len(features):
             raise ConfigError(
@@ -122,25 +130,26 @@ class LanguageLayer(SpecLayer):
         hidden = output[0] if isinstance(output, tuple) else output
         deep = inputs.get(deep_name(self._number))
         if deep is not None and len(deep):
-            places = _vision_places(batch, self._rules)
+            places = _vision_places(batch, self._rules, hidden.device)
             hidden = hidden.index_add(1, places, deep.to(hidden.dtype)[None])
         return {HIDDEN: hidden, **passed, **shared}
 
     def _add_shared(self, shared: StageTensors, hidden: Tensor, batch: Batch) -> None:
         """Add what this layer needs, and layers before it in this stage did not."""
+        host = host_of(batch)
         if _BORDERS not in shared:
-            shared[_BORDERS] = batch.cu_seqlens.cpu().long()
+            shared[_BORDERS] = host.cu_seqlens.cpu().long()
             if self._rules.two_way_images:
-                shared[_IMAGES] = image_runs(batch.input_ids.cpu(), self._rules.image_token_id)
+                shared[_IMAGES] = image_runs(host.input_ids.cpu(), self._rules.image_token_id)
         if _COS + self._type not in shared:
             kind = (self._type,) if self._type else ()
-            positions = self._rules.positions(self._rules.is_vision(batch), batch)
-            cos, sin = self.rotary(hidden, positions, *kind)
+            positions = self._rules.positions(self._rules.is_vision(host), host)
+            cos, sin = self.rotary(hidden, to_device(positions, hidden.device), *kind)
             shared[_COS + self._type], shared[_SIN + self._type] = cos, sin
 
 
 class Head(SpecLayer):
-    """Final norm, logits, and the sum of the tokens' losses."""
+    """Final norm, logits of the tokens whose next one has a label, and the sum of their losses."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(lambda batch: {LOSS: TensorSpec(shape=(), dtype=torch.float32)})
@@ -148,8 +157,8 @@ class Head(SpecLayer):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> `loss`, over all tokens with a label."""
-        logits = self.lm_head(self.norm(inputs[HIDDEN][0]))
-        return {LOSS: loss_sum(logits, batch)}
+        hidden = inputs[HIDDEN][0]
+        return {LOSS: labelled_loss(hidden, lambda rows: self.lm_head(self.norm(rows)), batch)}
 
 
 def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:
@@ -185,6 +194,6 @@ def image_runs(input_ids: Tensor, image_token_id: int) -> Tensor:
     return runs
 
 
-def _vision_places(batch: Batch, rules: LanguageRules) -> Tensor:
+def _vision_places(batch: Batch, rules: LanguageRules, device: torch.device) -> Tensor:
     """Places of the tokens of images and videos: (image tokens,)."""
-    return rules.is_vision(batch).nonzero().squeeze(1)
+    return to_device(rules.is_vision(host_of(batch)).nonzero().squeeze(1), device)

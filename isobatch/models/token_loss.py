@@ -1,0 +1,76 @@
+"""The loss of labels, and the labels that positions predict: for loaders and the engine.
+
+The floor's one module that imports torch; nothing else of the floor imports it. Logits are a
+model's widest tensor, and `cross_entropy` of bf16 ones takes 12 bytes per logit at its peak: a
+float32 copy, its softmax, the gradient. Here it is 2, or 4 where the logits must stay as they are:
+float32 numbers exist for a few rows at a time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isobatch.common.types import LABEL_IGNORE
+from isobatch.models.layer_bytes import LOSS_CHUNK
+
+
+def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The label of the next token at each position, to compare logits with; same shape, dtype.
+
+    Never across a boundary of samples: a sample's last position gets -100.
+
+    >>> shift_labels(torch.tensor([-100, 5, 6, -100, 8]), torch.tensor([0, 3, 5])).tolist()
+    [5, 6, -100, 8, -100]
+    """
+    # without the first label of each sample, a plain shift moves none across a boundary; one more
+    # place at the end gives the last position its -100 and takes the boundary after the last sample
+    masked = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
+    masked[cu_seqlens.long()] = LABEL_IGNORE
+    return masked[1:]
+
+
+def loss_sum(logits: Tensor, targets: Tensor, weights: Tensor, *, overwrite: bool) -> Tensor:
+    """Sum over rows of weight * -log softmax(logits)[target], a float32 number.
+
+    `logits` (rows, vocabulary), in any precision; `targets` (rows,), int64; `weights` (rows,),
+    float32. A row of weight 0 has neither loss nor gradient, whatever its logits are. `overwrite`:
+    the backward pass writes the gradient over the logits, which must be the result of an operation
+    that does not need it again, as a product.
+    """
+    total: Tensor = _LossSum.apply(logits, targets, weights, overwrite)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _LossSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor, overwrite: bool
+    ) -> Tensor:
+        log_sums = torch.cat([part.float().logsumexp(1) for part in _chunks(logits)])
+        predicted = logits.gather(1, targets[:, None]).squeeze(1).float()
+        ctx.save_for_backward(logits, targets, weights, log_sums)
+        ctx.overwrite = overwrite
+        return torch.where(weights != 0, weights * (log_sums - predicted), 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, weights, log_sums = ctx.saved_tensors
+        result = logits if ctx.overwrite else logits.clone()
+        scales = (gradient * weights)[:, None]
+        first = 0
+        for part in _chunks(result):
+            rows = slice(first, first := first + len(part))
+            # softmax, minus 1 at the target; `wide` is the part's own memory if that is float32
+            wide = part.float().sub_(log_sums[rows, None]).exp_()
+            wide.scatter_add_(1, targets[rows, None], -wide.new_ones(len(part), 1))
+            wide.mul_(scales[rows]).masked_fill_(scales[rows] == 0, 0)
+            part.copy_(wide)
+        return result, None, None, None
+
+
+def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
+    """Views of a few rows each."""
+    return torch.split(logits, max(1, LOSS_CHUNK // max(1, logits.shape[1])))
