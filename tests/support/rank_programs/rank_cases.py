@@ -79,6 +79,8 @@ def run_case(case: Case) -> None:
     agree.
     """
     piped, alone = (make_model(tied=case.tied, dropout=case.dropout) for _ in range(2))
+    # in bf16 a product of other rows rounds otherwise
+    alone.layers[-1].all_logits = case.mode is None or case.mode.precision == "fp32"
     for part in case.frozen:
         freeze(piped, part)
         freeze(alone, part)
