@@ -58,7 +58,8 @@ class _LossSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, weights, log_sums = ctx.saved_tensors
-        result = logits if ctx.overwrite else logits.clone()
+        # without its graph, which would hold it if who defers weight gradients keeps the result
+        result = logits.detach() if ctx.overwrite else logits.detach().clone()
         scales = (gradient * weights)[:, None]
         first = 0
         for part in _chunks(result):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.models import token_loss
@@ -86,3 +87,17 @@ def test_nothing_is_live_but_labelled_logits_and_a_few_rows(monkeypatch):
         logits = count * vocabulary * dtype.itemsize
         few = 3 * rows * vocabulary * 4 + 100 * tokens
         assert logits <= memory.peak_bytes < logits + few < tokens * vocabulary * dtype.itemsize
+
+
+def test_no_logits_stay_where_weight_gradients_are_deferred():
+    generator = torch.Generator().manual_seed(0)
+    batch, head = random_batch(generator, 64, 1000), torch.nn.Linear(4, 1000)
+    hidden = torch.randn(64, 4, generator=generator)
+    with LiveBytes() as memory:
+        deferred = DeferredWeights()
+        with deferred:
+            loss = labelled_loss(hidden, head, batch)
+        loss.backward()
+        deferred.add_gradients()
+        del loss, deferred
+        assert memory.live_bytes == sum(weight.grad.nbytes for weight in head.parameters())
