@@ -282,7 +282,7 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         part="llm",
         stream=some.stream,
         inputs=sizes.stream,
-        operations=(some.norm, *gather, some.product(h, vocabulary), loss),
+        operations=(some.norm, *some.gathers(h), some.product(h, vocabulary), loss),
         num_params=llm.vocab_size * h + h,
         gpu_params=vocabulary * h + h,
         saved=head_bytes(llm, sizes.run, LOGIT_BYTES["fused"]),

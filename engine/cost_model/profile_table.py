@@ -2,11 +2,11 @@
 
 The runtime writes a `Profile`, planning reads it. A time or size is fitted as a constant, plus a
 term per squared length and per token; the slope per token may grow at 1/32, 1/16, 1/8, 1/4 and 1/2
-of the most tokens measured. The head's are linear in tokens with a label and in all tokens. No term
-is negative. So the fit bends where reading weights no longer limits a layer, and more work never
-looks faster, as it would in a table of noisy measurements. Errors are relative: small micro-batches
-count as much as large ones. A fit takes 20 ms once per profile, costs from it 2 ms for 256
-micro-batches. What the loss has in float32 grows up to a chunk (`models.layer_bytes.LOSS_CHUNK`),
+of the most tokens measured. The head's tokens are those with a label; what it holds of the others
+is another term. No term is negative. So the fit bends where reading weights no longer limits a
+layer, and more work never looks faster, as it would in a table of noisy measurements. Errors are
+relative: small micro-batches count as much as large ones. A fit takes 20 ms once per profile, costs
+from it 2 ms for 256 micro-batches. What the loss has in float32 grows up to a chunk (`models.layer_bytes.LOSS_CHUNK`),
 which no fit follows: where small micro-batches were measured, up to two chunks may be missing.
 """
 
@@ -229,11 +229,12 @@ def _decides(name: str, phase: str) -> tuple[str, ...]:
 def _terms(measured: Loads, loads: Loads, phases: tuple[str, ...]) -> FloatArray:
     """Terms of a fit, (micro_batches, terms): constant if there are tokens, tokens, squares, bends.
 
-    Features of other phases that travel along depend on those phases' tokens alone.
+    Features of other phases that travel along depend on those phases' tokens alone, and so does
+    what the head keeps of tokens without a label.
     """
     load: PhaseLoads = getattr(loads, phases[0])
     columns = [load.tokens > 0, *(getattr(loads, phase).tokens for phase in phases)]
-    if len(phases) == 1:
+    if len(phases) == 1 or phases[0] == "labels":
         known: IntArray = getattr(measured, phases[0]).tokens
         max_tokens = known.max(initial=0)
         # a bend below all that was measured could not be told from the constant
