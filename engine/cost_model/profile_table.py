@@ -6,8 +6,10 @@ of the most tokens measured. The head's tokens are those with a label; what it h
 is another term. No term is negative. So the fit bends where reading weights no longer limits a
 layer, and more work never looks faster, as it would in a table of noisy measurements. Errors are
 relative: small micro-batches count as much as large ones. A fit takes 20 ms once per profile, costs
-from it 2 ms for 256 micro-batches. What the loss has in float32 grows up to a chunk (`models.layer_bytes.LOSS_CHUNK`),
-which no fit follows: where small micro-batches were measured, up to two chunks may be missing.
+from it 2 ms for 256 micro-batches.
+
+What the loss has in float32 grows up to a chunk (`LOSS_CHUNK` of `models.layer_bytes`), which no
+fit follows: where small micro-batches were measured, up to two chunks may be missing.
 """
 
 import json

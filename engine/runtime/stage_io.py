@@ -33,19 +33,15 @@ class PlacedBatch:
 
 
 def placed(batch: Batch, device: torch.device) -> Batch:
-    """A micro-batch for layers on `device`, copied to a GPU from pinned memory, without waiting.
+    """A micro-batch for layers on `device`: one on a CPU is copied to a GPU without waiting.
 
-    One that is there, or that has no `pin_memory` and `to`, is given as it is.
+    One that is there, or that has no `labels`, `pin_memory` and `to`, is given as it is.
     """
     labels = getattr(batch, "labels", None)
-    if (
-        device.type != "cuda"
-        or not hasattr(batch, "pin_memory")
-        or labels is None
-        or labels.is_cuda
-    ):
+    if labels is None or labels.device.type == device.type or not hasattr(batch, "pin_memory"):
         return batch
-    return PlacedBatch(batch, batch.pin_memory().to(device, non_blocking=True))
+    pinned = batch.pin_memory() if device.type == "cuda" else batch
+    return PlacedBatch(batch, pinned.to(device, non_blocking=True))
 
 
 def host_of(batch: Batch) -> Batch:

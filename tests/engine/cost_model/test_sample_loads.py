@@ -38,7 +38,10 @@ def test_loads_of_counts_are_those_of_the_model():
     assert loads.labels.tokens.tolist() == [50, 20]
     assert loads.label_share == 70 / 1282
     # where labels are not known, and where a trainer computes all logits
-    for unknown in (Loads(vision=loads.vision, audio=loads.audio, llm=loads.llm), loads.all_labelled()):
+    for unknown in (
+        Loads(vision=loads.vision, audio=loads.audio, llm=loads.llm),
+        loads.all_labelled(),
+    ):
         assert unknown.labels.tokens.tolist() == [1252, 30]
 
 
