@@ -31,7 +31,7 @@ from isobatch import MicroBatch, chunked_loss, model_inputs
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.models.token_loss import loss_sum, shift_labels
+from isobatch.tensors.token_loss import loss_sum, shift_labels
 
 VOCABULARY, WIDTH, SAMPLE = 151_936, 256, 1_024
 SHARE = 0.6

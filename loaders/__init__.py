@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from isobatch.loaders.sample_choice import SampleColumns as SampleColumns
     from isobatch.loaders.stats import LoaderStats as LoaderStats
     from isobatch.loaders.step_builder import StepBatches as StepBatches
-    from isobatch.models.token_loss import shift_labels as shift_labels
+    from isobatch.tensors.token_loss import shift_labels as shift_labels
 else:
     if find_spec("torch") is None:
         raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'")

@@ -273,7 +273,7 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         sent=sent,
     )
     # the tokens with a label; logits wait for their gradient, which takes their place; a chunk of
-    # them is exponentiated, of bf16 ones also copied, in float32 (`models.token_loss`)
+    # them is exponentiated, of bf16 ones also copied, in float32 (`tensors.token_loss`)
     chunk = FLOAT_BYTES * (2.0 if sizes.run.number_bytes < FLOAT_BYTES else 1.0)
     some = replace(sizes, stream=TokenStream(phase="labels"))
     loss = some.elementwise(12.0 * vocabulary, 3)

@@ -163,7 +163,7 @@ class Pipeline:
     ) -> StepResult:
         """Forward and backward passes of a step; adds to the gradients of `parameters()`.
 
-        `batches`: on the CPU, each copied to the device when it first runs; of those that are there,
+        `batches`: on the CPU, each copied to the device when it first runs; of those on it already,
         reading sizes waits. `normalizer`: divisor of the losses of all replicas. `schedule`: one
         other than the plan's, for as many micro-batches; it may encode ahead. `order`: the
         schedule's micro-batch i is `batches[order[i]]`. PeerLost if another rank is lost;

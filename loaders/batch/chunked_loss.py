@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobatch.common.types import LABEL_IGNORE
-from isobatch.models.token_loss import loss_sum
+from isobatch.tensors.token_loss import loss_sum
 
 
 def chunked_loss(

@@ -23,7 +23,7 @@ from isobatch.loaders.batch.model_inputs.inputs import (
     with_blank_media,
     with_blank_sample,
 )
-from isobatch.models.token_loss import shift_labels
+from isobatch.tensors.token_loss import shift_labels
 
 TEXT, IMAGE, VIDEO, AUDIO = range(4)
 """`mm_token_type_ids` of transformers' processors."""

@@ -1,4 +1,4 @@
-"""Loss of packed tokens by a head that computes logits only where there are labels.
+"""Loss of packed tokens by a head that computes logits only of those with a label.
 
 6 to 18 % of a VLM's tokens have a label, and logits are a model's widest tensor. Which tokens these
 are is read on the CPU, so nothing waits for a GPU.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.engine.runtime.stage_io import Batch, host_of, to_device
-from isobatch.models.token_loss import loss_sum, shift_labels
+from isobatch.tensors.token_loss import loss_sum, shift_labels
 
 
 def labelled_loss(hidden: Tensor, logits_of: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:

@@ -34,12 +34,13 @@ from isobatch.engine.runtime.stage_io import (
     samples_text,
     to_device,
 )
+from isobatch.tensors.rotary_positions import image_runs
 
 _COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
 _SHARED = (_COS, _SIN, _BORDERS, _IMAGES)
 
 Positions = Callable[[Tensor, Batch], Tensor]
-"""(is vision, micro-batch) -> positions as the model's rotary embedding takes them."""
+"""(is vision, micro-batch) -> positions: (tokens,), or M-RoPE's (3, tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +141,13 @@ class LanguageLayer(SpecLayer):
         if _BORDERS not in shared:
             shared[_BORDERS] = host.cu_seqlens.cpu().long()
             if self._rules.two_way_images:
-                shared[_IMAGES] = image_runs(host.input_ids.cpu(), self._rules.image_token_id)
+                is_image = host.input_ids.cpu() == self._rules.image_token_id
+                shared[_IMAGES] = image_runs(is_image, shared[_BORDERS])
         if _COS + self._type not in shared:
             kind = (self._type,) if self._type else ()
             positions = self._rules.positions(self._rules.is_vision(host), host)
-            cos, sin = self.rotary(hidden, to_device(positions, hidden.device), *kind)
+            positions = to_device(positions.unsqueeze(-2), hidden.device)
+            cos, sin = self.rotary(hidden, positions, *kind)
             shared[_COS + self._type], shared[_SIN + self._type] = cos, sin
 
 
@@ -179,19 +182,6 @@ def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:
     ]
     embedding = TokenEmbedding(decoder.embed_tokens, rules, specs_before(0))
     return [embedding, *layers, Head(decoder.norm, model.lm_head)]
-
-
-def image_runs(input_ids: Tensor, image_token_id: int) -> Tensor:
-    """Number of each token's run of image tokens, from 1; 0 for text.
-
-    >>> image_runs(torch.tensor([5, 5, 9, 5, 9]), 5).tolist()
-    [1, 1, 0, 2, 0]
-    """
-    is_image = input_ids == image_token_id
-    begins = is_image.clone()
-    begins[1:] &= ~is_image[:-1]
-    runs: Tensor = begins.cumsum(0) * is_image
-    return runs
 
 
 def _vision_places(batch: Batch, rules: LanguageRules, device: torch.device) -> Tensor:

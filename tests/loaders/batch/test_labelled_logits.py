@@ -11,7 +11,7 @@ from isobatch import ConfigError, chunked_loss, model_inputs
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from isobatch.loaders.batch.model_inputs import labelled_logits
 from isobatch.loaders.batch.model_inputs._registry import FAMILIES as KNOWN
-from isobatch.models import token_loss
+from isobatch.tensors import token_loss
 
 transformers = pytest.importorskip("transformers")
 from support.models.family_models import (  # noqa: E402

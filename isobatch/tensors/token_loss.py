@@ -1,9 +1,8 @@
 """The loss of labels, and the labels that positions predict: for loaders and the engine.
 
-The floor's one module that imports torch; nothing else of the floor imports it. Logits are a
-model's widest tensor, and `cross_entropy` of bf16 ones takes 12 bytes per logit at its peak: a
-float32 copy, its softmax, the gradient. Here it is 2, or 4 where the logits must stay as they are:
-float32 numbers exist for a few rows at a time.
+Logits are a model's widest tensor, and `cross_entropy` of bf16 ones takes 12 bytes per logit at its
+peak: a float32 copy, its softmax, the gradient. Here it is 2, or 4 where the logits must stay as
+they are: float32 numbers exist for a few rows at a time.
 """
 
 from typing import Any
