@@ -87,10 +87,9 @@ def progress_text(progress: SearchProgress) -> str:
 
 def logits_text(plan: Plan) -> str:
     """Of which tokens the head computes logits, in one line."""
-    share = plan.loads.label_share
-    if share == 1:
-        return "logits are planned for all tokens, as if each had a label"
-    return f"logits are planned for the {share:.1%} of the tokens that have a label"
+    share = plan.loads.labels.tokens.sum() / max(1, plan.loads.llm.tokens.sum())
+    unknown = ", as if each had a label" if share == 1 else ", which have a label"
+    return f"logits are planned for {share:.1%} of the tokens{unknown}"
 
 
 def gain_text(result: PlanResult) -> str:

@@ -58,11 +58,6 @@ class Loads:
     def __len__(self) -> int:
         return len(self.llm)
 
-    @property
-    def label_share(self) -> float:
-        """Tokens with a label per token of the LLM."""
-        return float(self.labels.tokens.sum() / max(1, self.llm.tokens.sum()))
-
     def all_labelled(self) -> "Loads":
         """The same if every token had a label."""
         return replace(self, labels=labelled(self.llm.tokens))

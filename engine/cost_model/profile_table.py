@@ -174,8 +174,7 @@ def profile_from_dict(values: dict[str, Any]) -> Profile:
     if values.get("version") != VERSION:
         version = values.get("version")
         raise ConfigError(
-            f"version is {version!r}; this release reads profiles of version {VERSION}, whose head"
-            " computes logits of labelled tokens: measure again"
+            f"version is {version!r}; this release reads version {VERSION}: measure again"
         )
     precision = values.get("precision")
     if precision not in (None, *BYTES_OF):

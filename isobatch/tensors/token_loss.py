@@ -5,6 +5,7 @@ peak: a float32 copy, its softmax, the gradient. Here it is 2, or 4 where the lo
 they are: float32 numbers exist for a few rows at a time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,27 @@ def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     masked = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
     masked[cu_seqlens.long()] = LABEL_IGNORE
     return masked[1:]
+
+
+def labelled_loss(hidden: Tensor, logits_of: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+    """Sum of the losses of a packed micro-batch's labels, each times its weight: a float32 number.
+
+    Logits are computed only of tokens whose next one has a label. `hidden` (tokens, width);
+    `logits_of`: some of its rows -> (rows, vocabulary), by an operation that does not need its
+    result again, as a product: the backward pass overwrites it. `batch`: a `loaders.MicroBatch`, or
+    what has its `labels`, `cu_seqlens` and perhaps `loss_weights`; if it is on the CPU, nothing
+    waits for the device of `hidden`.
+    """
+    targets = shift_labels(batch.labels, batch.cu_seqlens)
+    places = (targets != LABEL_IGNORE).nonzero().squeeze(1)
+    targets = targets[places]
+    weights = getattr(batch, "loss_weights", None)
+    weights = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights[places]
+    places, targets, weights = (
+        part.to(hidden.device, non_blocking=True) for part in (places, targets, weights)
+    )
+    logits = logits_of(hidden.index_select(0, places))
+    return loss_sum(logits, targets, weights, overwrite=True)
 
 
 def loss_sum(logits: Tensor, targets: Tensor, weights: Tensor, *, overwrite: bool) -> Tensor:

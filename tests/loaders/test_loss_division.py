@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.loaders import StreamingLoader, shift_labels
+from isobatch.tensors.token_loss import labelled_loss
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample
 

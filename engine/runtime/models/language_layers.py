@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.runtime.models._sample_attention import packed_attention
-from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.engine.runtime.models.layer_specs import (
     FEATURES,
     HIDDEN,
@@ -35,6 +34,7 @@ from isobatch.engine.runtime.stage_io import (
     to_device,
 )
 from isobatch.tensors.rotary_positions import image_runs
+from isobatch.tensors.token_loss import labelled_loss
 
 _COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
 _SHARED = (_COS, _SIN, _BORDERS, _IMAGES)
@@ -160,8 +160,8 @@ class Head(SpecLayer):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> `loss`, over all tokens with a label."""
-        hidden = inputs[HIDDEN][0]
-        return {LOSS: labelled_loss(hidden, lambda rows: self.lm_head(self.norm(rows)), batch)}
+        logits_of = nn.Sequential(self.norm, self.lm_head)
+        return {LOSS: labelled_loss(inputs[HIDDEN][0], logits_of, host_of(batch))}
 
 
 def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:

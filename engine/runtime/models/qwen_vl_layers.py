@@ -145,9 +145,8 @@ class Merger(SpecLayer):
         """`features` (ViT tokens, width) -> (image tokens, LLM width); the same of deep ones."""
         features = inputs[FEATURES]
         if not len(features):
-            return dict.fromkeys(
-                self.output_specs(host_of(batch)), self.no_features(batch, features)
-            )
+            names = self.output_specs(host_of(batch))
+            return dict.fromkeys(names, self.no_features(batch, features))
         merged = self.merger(features)
         rule = self._rule
         if rule.window is not None:

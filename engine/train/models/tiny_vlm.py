@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.engine.runtime.stage_io import (
     LOSS,
     Batch,
@@ -21,6 +20,7 @@ from isobatch.engine.runtime.stage_io import (
 )
 from isobatch.models.image_rules.tiles import TilesRule
 from isobatch.models.presets import ModelPreset
+from isobatch.tensors.token_loss import labelled_loss
 
 TILE_SIDE, PATCH_SIDE, MERGE = 56, 14, 2
 GRID = TILE_SIDE // PATCH_SIDE
@@ -167,7 +167,8 @@ class TinyHead(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> loss, a scalar."""
-        return {LOSS: labelled_loss(inputs["hidden"], lambda h: self.head(self.norm(h)), batch)}
+        logits_of = nn.Sequential(self.norm, self.head)
+        return {LOSS: labelled_loss(inputs["hidden"], logits_of, host_of(batch))}
 
 
 def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:

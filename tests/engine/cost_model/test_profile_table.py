@@ -178,7 +178,7 @@ def test_many_tokens_in_longer_samples_than_measured_are_refused_by_their_square
     [
         ("{", "not a profile"),
         ("[]", "not a profile"),
-        ('{"version": 1}', "version is 1; this release reads profiles of version 3"),
+        ('{"version": 1}', "version is 1; this release reads version 3"),
         ('{"version": 3}', "not a profile: KeyError: 'kinds'"),
         ('{"version": 3, "precision": "fp16"}', "precision is 'fp16'; use one of bf16, fp32"),
     ],

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
-from isobatch.tensors.token_loss import shift_labels
+from isobatch.tensors.token_loss import labelled_loss, shift_labels
 
 IMAGE, VOCAB = 0, 29
 VIT_TOKENS, PATCH_VALUES, VISION, HIDDEN, HEADS = 4, 12, 8, 16, 2

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
 from isobatch.engine.runtime.cpu_memory import LiveBytes
-from isobatch.engine.runtime.models.labelled_loss import labelled_loss
 from isobatch.tensors import token_loss
-from isobatch.tensors.token_loss import loss_sum, shift_labels
+from isobatch.tensors.token_loss import labelled_loss, loss_sum, shift_labels
 
 
 def random_batch(generator, tokens, vocabulary, labelled=2 / 3):
