@@ -1,1 +1,1 @@
-"""What loaders and the engine share that needs torch: the loss, and rotary positions."""
+"""Torch code that loaders and the engine share: the loss, and rotary positions."""
