@@ -54,6 +54,17 @@ def test_a_plan_of_version_1_is_read_with_the_mode_that_it_assumed():
     assert plan_from_json(plan.to_json(), where="here").to_json() == plan.to_json()
 
 
+def test_a_plan_of_version_2_is_read_as_one_of_all_logits(plan):
+    old = json.loads(json.dumps(plan.to_json()))
+    for loads in (old["inputs"]["full"], old["inputs"]["loads"]):
+        del loads["labels"]
+    text = json.dumps(old["inputs"], sort_keys=True).encode()
+    old |= {"version": 2, "inputs_hash": hashlib.sha256(text).hexdigest()}
+    read = plan_from_json(old, where="here")
+    np.testing.assert_array_equal(read.loads.labels.tokens, read.loads.llm.tokens)
+    assert read.predicted == plan.predicted
+
+
 def test_the_hash_is_that_of_the_question(plan):
     assert planner.plan(plan_request(), search="bmp").plan.inputs_hash == plan.inputs_hash
     others = [
