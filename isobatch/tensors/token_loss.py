@@ -1,4 +1,4 @@
-"""The loss of labels, and the labels that positions predict: for loaders and the engine.
+"""The loss of labels, by logits of labelled tokens: for loaders and the engine.
 
 Logits are a model's widest tensor, and `cross_entropy` of bf16 ones takes 12 bytes per logit at its
 peak: a float32 copy, its softmax, the gradient. Here it is 2, or 4 where the logits must stay as
