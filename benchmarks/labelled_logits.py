@@ -1,13 +1,15 @@
 """Logits of all tokens against those of labelled ones: memory and time of a micro-batch.
 
     python benchmarks/labelled_logits.py [--tokens 4096 8192 16384] [--labels 6 18] [--turns 1]
+                                         [--in transformers engine]
 
 A small Qwen2.5-VL in float32 (two layers, 256 wide) with that family's own vocabulary of 151,936
 runs one micro-batch forward and backward: samples of 1,024 tokens, a row each, so that attention
-costs what it does within samples; an answer of so many per cent is at the end of each. Memory is
-what is live at most beyond weights, gradients of weights included. Time is CPU seconds of one
-thread, the best turn's; the methods take turns. What does not fit into the free memory is not run:
-"of all" is per token, of all logits by transformers' loss in the smallest micro-batch.
+costs what it does within samples; an answer of so many per cent is at the end of each. In the
+engine the model runs as layers, whose loss overwrites the logits; "all" is what it did before.
+Memory is what is live at most beyond weights, gradients of weights included. Time is CPU seconds of
+one thread, the best turn's; the methods take turns. What does not fit into the free memory is not
+run: "of all" is per token, of the first method in the smallest micro-batch.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from typing import Any
 
 import torch
 from tables import console, new_table
+from torch import Tensor
 
 from isobatch import MicroBatch, chunked_loss, model_inputs
+from isobatch.common.types import LABEL_IGNORE
 from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.models.transformers_models import from_transformers
+from isobatch.tensors.token_loss import loss_sum, shift_labels
 
 VOCABULARY, WIDTH, SAMPLE = 151_936, 256, 1_024
 SHARE = 0.6
@@ -44,12 +50,18 @@ class Method:
     """A first guess, by which what does not fit is left out."""
 
 
-METHODS = (
-    Method("all, transformers' loss", "all", False, 12),
-    Method("all, `chunked_loss`", "all", True, 8),
-    Method("labelled, transformers' loss", "labelled", False, 12),
-    Method("labelled, `chunked_loss`", "labelled", True, 8),
-)
+METHODS = {
+    "transformers": (
+        Method("all, transformers' loss", "all", False, 12),
+        Method("all, `chunked_loss`", "all", True, 8),
+        Method("labelled, transformers' loss", "labelled", False, 12),
+        Method("labelled, `chunked_loss`", "labelled", True, 8),
+    ),
+    "engine": (
+        Method("all, engine", "all", True, 4),
+        Method("labelled, engine", "labelled", True, 4),
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -73,19 +85,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4_096, 8_192, 16_384])
     parser.add_argument("--labels", type=int, nargs="+", default=[6, 18], help="per cent of tokens")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--in", dest="places", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args(arguments)
     columns = ["tokens", "labels", "logits", "GiB", "of all", "CPU s", "of all"]
     table = new_table("One micro-batch, forward and backward", columns)
     torch.set_num_threads(1)
     model = make_model()
+    all_methods = [method for place in options.places for method in METHODS[place]]
     first = None
     for tokens in options.tokens:
         # how many have labels does not matter to all logits: they are run once
         for place, percent in enumerate(options.labels):
-            methods = METHODS[2:] if place else METHODS
+            methods = [item for item in all_methods if not place or item.logits == "labelled"]
             results = compare(model, make_batch(tokens, percent), methods, options.turns)
-            if first is None and METHODS[0] in results:
-                first = results[METHODS[0]].scaled(1 / tokens)
+            if first is None and methods[0] in results:
+                first = results[methods[0]].scaled(1 / tokens)
             _add_rows(table, tokens, percent, methods, results, first)
     console.print(table)
     return 0
@@ -154,21 +168,44 @@ def compare(
 
 def run(model: Any, batch: MicroBatch, method: Method, figures: Figures) -> None:
     """One micro-batch forward and backward; keeps the best time and the peak."""
-    from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415  slow to import
-
-    model.loss_function = chunked_loss if method.is_chunked else ForCausalLMLoss
+    loss_of = engine_loss if method in METHODS["engine"] else transformers_loss
     model.zero_grad(set_to_none=True)
     gc.collect()
-    inputs = model_inputs(batch, model, always_encode=False, logits=method.logits)
     start = time.process_time()
     with LiveBytes() as memory:
-        loss = model(**inputs).loss
+        loss = loss_of(model, batch, method)
         loss.backward()
     figures.seconds = min(figures.seconds, time.process_time() - start)
     figures.gib = max(figures.gib, memory.peak_bytes / GIB)
     figures.loss = loss.item()
     done = f"{method.name}: {figures.gib:.2f} GiB, {figures.seconds:.1f} s"
     print(f"{len(batch.labels):,} tokens, {done}", file=sys.stderr, flush=True)
+
+
+def transformers_loss(model: Any, batch: MicroBatch, method: Method) -> Tensor:
+    """The loss of the model itself."""
+    from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415  slow to import
+
+    model.loss_function = chunked_loss if method.is_chunked else ForCausalLMLoss
+    inputs = model_inputs(batch, model, always_encode=False, logits=method.logits)
+    loss: Tensor = model(**inputs).loss
+    return loss
+
+
+def engine_loss(model: Any, batch: MicroBatch, method: Method) -> Tensor:
+    """The loss of the model's layers, as a pipeline runs them."""
+    *layers, head = from_transformers(model).layers
+    tensors: dict[str, Tensor] = {}
+    for layer in layers:
+        tensors = layer(tensors, batch)
+    if method.logits == "labelled":
+        total: Tensor = head(tensors, batch)["loss"]
+        return total / batch.loss_normalizer
+    targets = shift_labels(batch.labels, batch.cu_seqlens)
+    labelled = targets != LABEL_IGNORE
+    logits = head.lm_head(head.norm(tensors["hidden"][0]))
+    total = loss_sum(logits, targets.where(labelled, 0), labelled.float(), overwrite=True)
+    return total / batch.loss_normalizer
 
 
 def free_bytes() -> int:

@@ -86,7 +86,9 @@ def main() -> int:
     model = load_model("pipetune_13b")
     steps = {
         batch: [
-            sample_loads(pipetune_samples(options.mix, batch, MAX_SEQ_LEN, seed), model)
+            sample_loads(
+                pipetune_samples(options.mix, batch, MAX_SEQ_LEN, seed), model
+            ).all_labelled()
             for seed in range(options.steps)
         ]
         for batch in options.batches
@@ -175,7 +177,9 @@ def show_replicas(limit: int, pipeline: PartitionedModel, options: argparse.Name
     table, fast, model = new_table(title, heads), True, load_model("pipetune_13b")
     tuning = replace(OURS, encode="own", effort=EFFORT)
     planner = TunedSteps(
-        pipeline=pipeline, options=tuning, loads=lambda counts: sample_loads(counts, model)
+        pipeline=pipeline,
+        options=tuning,
+        loads=lambda counts: sample_loads(counts, model).all_labelled(),
     )
     for replicas in options.replicas:
         for kind in ("full", "of equal cost"):

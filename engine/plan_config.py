@@ -75,6 +75,10 @@ class PlanConfig:
             " or Megatron-LM, which keep less. Default: transformers."
         ),
     ] = "transformers"
+    logits: Annotated[
+        Literal["labelled", "all"],
+        Option("labelled: only where tokens have labels; all: for trainers without that."),
+    ] = "labelled"
     zero_stage: Annotated[
         int,
         Option("Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: 1.", min=0),
@@ -191,6 +195,9 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
         size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
         asked = {n: getattr(config, n) for n in ("dp", "micro_batches", "steps", "seed")}
         loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
+    if config.logits == "all":
+        loads, full = loads.all_labelled(), full.all_labelled()
+        random = random.all_labelled() if random else None
     request = PlanRequest(
         model=model,
         cluster=cluster,

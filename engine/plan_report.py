@@ -26,6 +26,7 @@ def print_result(result: PlanResult, console: Console) -> None:
     console.print(headline(result.plan))
     for note in head_notes(result.plan.model, result.plan.parallel.tp):
         console.print(f"note: {note}")
+    console.print(logits_text(result.plan))
     console.print(gain_text(result))
     gap = result.plan.gap
     if gap is not None:
@@ -82,6 +83,13 @@ def progress_text(progress: SearchProgress) -> str:
         return f"{where}: none fits so far"
     best = time_text(progress.step_ns)
     return f"{where}: best step {best}, another one faster by at most {progress.gap:.2%}"
+
+
+def logits_text(plan: Plan) -> str:
+    """Of which tokens the head computes logits, in one line."""
+    share = plan.loads.labels.tokens.sum() / max(1, plan.loads.llm.tokens.sum())
+    unknown = ", as if each had a label" if share == 1 else ", which have a label"
+    return f"logits are planned for {share:.1%} of the tokens{unknown}"
 
 
 def gain_text(result: PlanResult) -> str:

@@ -13,7 +13,6 @@ from isobatch.common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from isobatch.loaders.batch.chunked_loss import chunked_loss as chunked_loss
     from isobatch.loaders.batch.micro_batch import MicroBatch as MicroBatch
-    from isobatch.loaders.batch.micro_batch import shift_labels as shift_labels
     from isobatch.loaders.batch.model_inputs.inputs import model_inputs as model_inputs
     from isobatch.loaders.batch.packed import PackedBatch as PackedBatch
     from isobatch.loaders.batch.packed import packed_batch as packed_batch
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from isobatch.loaders.sample_choice import SampleColumns as SampleColumns
     from isobatch.loaders.stats import LoaderStats as LoaderStats
     from isobatch.loaders.step_builder import StepBatches as StepBatches
+    from isobatch.tensors.token_loss import shift_labels as shift_labels
 else:
     if find_spec("torch") is None:
         raise ImportError("`loaders` needs torch: pip install torch simplejpeg")

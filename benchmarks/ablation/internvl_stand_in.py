@@ -66,7 +66,7 @@ class Model:
             micro_batches=micro_batches,
             cost=self.costs,
             split_cost=self.costs,
-            sample_loads=lambda some: sample_loads(some, self.preset),
+            sample_loads=lambda some: sample_loads(some, self.preset).all_labelled(),
         )
 
     @property

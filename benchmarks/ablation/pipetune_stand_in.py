@@ -58,7 +58,9 @@ def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
     pipeline = make_pipeline()
     size = most_that_fits(pipeline) * MAX_SEQ_LEN
     steps = [
-        sample_loads(pipetune_samples(mix, batch, MAX_SEQ_LEN, seed), load_model(PRESET))
+        sample_loads(
+            pipetune_samples(mix, batch, MAX_SEQ_LEN, seed), load_model(PRESET)
+        ).all_labelled()
         for seed in range(num_steps)
     ]
     rows = []

@@ -180,7 +180,8 @@ def _fits(pipeline: PartitionedModel, size: int) -> bool:
 
 
 def _samples(mix: str, count: int, seed: int) -> Loads:
-    return sample_loads(pipetune_samples(mix, count, MAX_SEQ_LEN, seed), load_model("pipetune_13b"))
+    samples = pipetune_samples(mix, count, MAX_SEQ_LEN, seed)
+    return sample_loads(samples, load_model("pipetune_13b")).all_labelled()
 
 
 def _given(samples: Loads, size: int) -> Groups:

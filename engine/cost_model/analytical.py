@@ -85,7 +85,7 @@ def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
     before = {"audio": False, "vision": False, "llm": False}
     flows = []
     for layer, is_trained in zip(layers, trained, strict=True):
-        phase = layer.stream.phase
+        phase = (layer.inputs or layer.stream).phase
         flows.append(any(before.values()) if phase == "llm" else before[phase])
         before[phase] = before[phase] or is_trained
     return flows
@@ -219,9 +219,13 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         is_product = [isinstance(operation, MatMul) for operation in layer.operations]
         first = is_product.index(True) if any(is_product) else len(times)
         input_grad = sum((time.input_grad for time in times[first + 1 :]), zeros)
-    tokens = device.tokens(layer.stream)
     scale = device.scale
+    tokens, inputs = device.tokens(layer.stream), device.tokens(layer.inputs or layer.stream)
+    input_bytes = scale * layer.input_bytes * inputs
+    chunk = np.minimum(layer.chunk_bytes * tokens, layer.max_chunk_bytes)
     saved = (layer.saved.trained if trained else layer.saved.frozen) * tokens
+    # the head keeps little where few tokens have a label, but its input is all of them
+    kept = input_bytes if layer.inputs else np.minimum(input_bytes, saved)
     sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)
     goes_back = trained or flows
@@ -232,8 +236,8 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         "recompute_ns": _whole(forward * goes_back),
         "send_ns": _whole(travel_ns(sent, link)),
         "saved_bytes": _whole(saved * goes_back),
-        "kept_bytes": _whole(np.minimum(scale * layer.input_bytes * tokens, saved) * goes_back),
-        "working_bytes": _whole(scale * layer.working_bytes * tokens),
+        "kept_bytes": _whole(kept * goes_back),
+        "working_bytes": _whole(scale * layer.working_bytes * inputs + chunk),
         "deferred_bytes": _whole(scale * layer.deferred_bytes * tokens * trained),
         "sent_bytes": _whole(sent),
     }

@@ -26,7 +26,9 @@ from isobatch.engine.cost_model.operations import (
 )
 from isobatch.engine.cost_model.parallel import Parallelism, Part, Training
 from isobatch.models.layer_bytes import (
+    FLOAT_BYTES,
     LOGIT_BYTES,
+    LOSS_CHUNK,
     LayerRun,
     embedding_bytes,
     head_bytes,
@@ -270,19 +272,25 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         working_bytes=2.0 * h,
         sent=sent,
     )
-    # logits wait for their gradient, which takes their place (`engine.runtime.models.token_loss`)
-    loss = sizes.elementwise(12.0 * vocabulary, 3)
+    # the tokens with a label; logits wait for their gradient, which takes their place; a chunk of
+    # them is exponentiated, of bf16 ones also copied, in float32 (`tensors.token_loss`)
+    chunk = FLOAT_BYTES * (2.0 if sizes.run.number_bytes < FLOAT_BYTES else 1.0)
+    some = replace(sizes, stream=TokenStream(phase="labels"))
+    loss = some.elementwise(12.0 * vocabulary, 3)
     head = Layer(
         kind="head",
         part="llm",
-        stream=sizes.stream,
-        operations=(sizes.norm, *gather, sizes.product(h, vocabulary), loss),
+        stream=some.stream,
+        inputs=sizes.stream,
+        operations=(some.norm, *some.gathers(h), some.product(h, vocabulary), loss),
         num_params=llm.vocab_size * h + h,
         gpu_params=vocabulary * h + h,
         saved=head_bytes(llm, sizes.run, LOGIT_BYTES["fused"]),
         deferred_bytes=2 * sizes.shared + 2.0 * vocabulary,
         input_bytes=sizes.output_bytes,
         working_bytes=2.0 * h,
+        chunk_bytes=chunk * vocabulary,
+        max_chunk_bytes=chunk * LOSS_CHUNK,
         sent=sent,
     )
     return [embedding, *[_transformer_layer(sizes, "llm", sent)] * llm.num_layers, head]

@@ -5,7 +5,7 @@ tell: at native resolution all images of a sample count as equally large, its au
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -44,14 +44,23 @@ class Loads:
     vision: PhaseLoads
     audio: PhaseLoads
     llm: PhaseLoads
+    labels: PhaseLoads = None  # type: ignore[assignment]  # set below
+    """Tokens with a label, of which the head computes logits. None becomes all of the LLM's: where
+    labels are not known, or for a trainer that computes all logits."""
 
     def __post_init__(self) -> None:
+        if self.labels is None:
+            object.__setattr__(self, "labels", labelled(self.llm.tokens))
         lengths = {phase: len(getattr(self, phase)) for phase in PHASES}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"micro-batches per phase: {lengths}; give the same number to each")
 
     def __len__(self) -> int:
         return len(self.llm)
+
+    def all_labelled(self) -> "Loads":
+        """The same if every token had a label."""
+        return replace(self, labels=labelled(self.llm.tokens))
 
     def map(self, function: Callable[[IntArray], IntArray]) -> "Loads":
         """The same phases with a function applied to each column."""
@@ -71,7 +80,7 @@ class Loads:
     @classmethod
     def of_lists(cls, values: dict[str, dict[str, list[int]]]) -> "Loads":
         """The inverse of `to_lists`."""
-        arrays = {p: [np.array(values[p][q], np.int64) for q in QUANTITIES] for p in PHASES}
+        arrays = {p: [np.array(values[p][q], np.int64) for q in QUANTITIES] for p in values}
         return cls(**{phase: PhaseLoads(*columns) for phase, columns in arrays.items()})
 
     @classmethod
@@ -93,6 +102,11 @@ class Loads:
         return cls(vision=vision, audio=PhaseLoads.nothing(count), llm=llm)
 
 
+def labelled(counts: IntArray) -> PhaseLoads:
+    """Tokens with a label, nothing of which attends to anything."""
+    return replace(PhaseLoads.nothing(len(counts)), tokens=counts)
+
+
 PHASES = tuple(f.name for f in fields(Loads))
 QUANTITIES = tuple(f.name for f in fields(PhaseLoads))
 
@@ -104,6 +118,7 @@ def sample_loads(counts: Counts, model: ModelPreset) -> Loads:
         vision=PhaseLoads(load.vit_tokens, load.vit_squares, counts.num_image_patches),
         audio=_audio_loads(counts, model),
         llm=PhaseLoads(load.llm_tokens, load.llm_squares, np.ones(len(counts), np.int64)),
+        labels=labelled(counts.num_loss_tokens),
     )
 
 

@@ -17,7 +17,7 @@ class TokenStream:
     """Tokens that a layer processes: a phase's tokens in `Loads`, times a factor."""
 
     phase: str
-    """`audio`, `vision` or `llm`."""
+    """`audio`, `vision`, `llm` or `labels`."""
     per_token: float = 1.0
     """Factor: images have fewer tokens in the language model than in the encoder."""
 
@@ -87,4 +87,9 @@ class Layer:
     """The input, which is kept if the layer is recomputed."""
     working_bytes: float
     """Bytes live only while it runs: gathered inputs, gradients of its widest activations."""
+    chunk_bytes: float = 0.0
+    """Bytes of what is computed in chunks; live only while it runs, `max_chunk_bytes` of them."""
+    max_chunk_bytes: float = 0.0
+    inputs: TokenStream | None = None
+    """Tokens of the input and of `working_bytes`, if they are others than those of `stream`."""
     sent: Sent

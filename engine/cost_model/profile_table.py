@@ -2,10 +2,14 @@
 
 The runtime writes a `Profile`, planning reads it. A time or size is fitted as a constant, plus a
 term per squared length and per token; the slope per token may grow at 1/32, 1/16, 1/8, 1/4 and 1/2
-of the most tokens measured. No term is negative. So the fit bends where reading weights no longer
-limits a layer, and more work never looks faster, as it would in a table of noisy measurements.
-Errors are relative: small micro-batches count as much as large ones. A fit takes 20 ms once per
-profile, costs from it 2 ms for 256 micro-batches.
+of the most tokens measured. The head's tokens are those with a label; what it holds of the others
+is another term. No term is negative. So the fit bends where reading weights no longer limits a
+layer, and more work never looks faster, as it would in a table of noisy measurements. Errors are
+relative: small micro-batches count as much as large ones. A fit takes 20 ms once per profile, costs
+from it 2 ms for 256 micro-batches.
+
+What the loss has in float32 grows up to a chunk (`LOSS_CHUNK` of `models.layer_bytes`), which no
+fit follows: where small micro-batches were measured, up to two chunks may be missing.
 """
 
 import json
@@ -23,8 +27,8 @@ from isobatch.engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.cost_model.training_mode import BYTES_OF, Precision
 
-VERSION = 2
-PHASES = ("audio", "vision", "llm")
+VERSION = 3
+PHASES = ("audio", "vision", "llm", "labels")
 BENDS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of the most tokens measured where a fit may become steeper."""
 FARTHEST = 1.25
@@ -68,7 +72,7 @@ def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST
     ConfigError where one has more than `farthest` times the most tokens or squares measured of a
     phase. Below the least measured a fit ends at its constant, or at 0 without any tokens.
     """
-    for phase in PHASES:
+    for phase in PHASES[:-1]:  # what depends on labels is linear
         for name in ("tokens", "squares"):
             largest = int(getattr(getattr(profile.loads, phase), name).max(initial=0))
             asked = int(getattr(getattr(loads, phase), name).max(initial=0))
@@ -170,7 +174,7 @@ def profile_from_dict(values: dict[str, Any]) -> Profile:
     if values.get("version") != VERSION:
         version = values.get("version")
         raise ConfigError(
-            f"version is {version!r}; this release reads profiles of version {VERSION}"
+            f"version is {version!r}; this release reads version {VERSION}: measure again"
         )
     precision = values.get("precision")
     if precision not in (None, *BYTES_OF):
@@ -217,18 +221,21 @@ def _coefficients(profile: Profile) -> dict[str, list[FloatArray]]:
 
 def _decides(name: str, phase: str) -> tuple[str, ...]:
     """The phases that a column depends on, the layer's own first."""
-    others = tuple(other for other in PHASES if other != phase)
+    if phase == "labels":
+        return phase, "llm"
+    others = tuple(other for other in PHASES[:-1] if other != phase)
     return (phase, *others) if name in ("sent_bytes", "send_ns") else (phase,)
 
 
 def _terms(measured: Loads, loads: Loads, phases: tuple[str, ...]) -> FloatArray:
     """Terms of a fit, (micro_batches, terms): constant if there are tokens, tokens, squares, bends.
 
-    Features of other phases that travel along depend on those phases' tokens alone.
+    Features of other phases that travel along depend on those phases' tokens alone, and so does
+    what the head keeps of tokens without a label.
     """
     load: PhaseLoads = getattr(loads, phases[0])
     columns = [load.tokens > 0, *(getattr(loads, phase).tokens for phase in phases)]
-    if len(phases) == 1:
+    if len(phases) == 1 or phases[0] == "labels":
         known: IntArray = getattr(measured, phases[0]).tokens
         max_tokens = known.max(initial=0)
         # a bend below all that was measured could not be told from the constant

@@ -79,11 +79,12 @@ class PackedBuild:
             items = int(self.counts.num_image_patches[self.groups.samples].max(initial=0))
         else:
             tokens *= rule.vit_tokens_per_patch
-        groups_loads = packed_loads(sample_loads(self.counts, self.model), self.groups)
+        most = largest_micro_batch(packed_loads(sample_loads(self.counts, self.model), self.groups))
         vision, llm = (tokens, tokens**2 // max(1, items), items), (seq_len, seq_len**2, 1)
         return Loads(
             vision=PhaseLoads(*(np.array([value]) for value in vision)),
-            audio=largest_micro_batch(groups_loads).audio,
+            audio=most.audio,
+            labels=most.labels,
             llm=PhaseLoads(*(np.array([value]) for value in llm)),
         )
 

@@ -28,7 +28,7 @@ from isobatch.engine.simulator.schedule import SCHEDULES, Schedule, make_schedul
 from isobatch.engine.simulator.stages import check_partition
 from isobatch.models.presets import ModelPreset, model_from_dict, model_to_dict
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
 _PARTITION = ("layer_names", "borders", "recompute", "gap")
@@ -217,10 +217,10 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
     """The inverse of `Plan.to_json`. ConfigError: other version or keys, edited inputs.
 
     Version 1 had no mode: its plans are of what they assumed, bf16 weights and float32 masters. It
-    had no gap.
+    had no gap. Before version 3 all tokens counted as labelled.
     """
     version = values.get("version") if isinstance(values, dict) else None
-    if version not in (1, PLAN_VERSION):
+    if not isinstance(version, int) or not 1 <= version <= PLAN_VERSION:
         raise ConfigError(
             f"{where}: plan version {version}; this isobatch reads version {PLAN_VERSION}:"
             " plan again"
@@ -243,7 +243,7 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
             name: build_config(kind, inputs[name], where=f"{where}, {name}")
             for name, kind in _TABLES.items()
         },
-        **{name: _loads_from_json(inputs[name], where) for name in ("full", "loads")},
+        **{name: _loads_from_json(inputs[name], version, where) for name in ("full", "loads")},
         "predicted": build_config(Prediction, predicted, where=f"{where}, predicted"),
     }
     partition = {name: values[name] for name in _PARTITION}
@@ -271,8 +271,9 @@ def read_plan(path: str | Path) -> Plan:
     return plan_from_json(values, where=str(path))
 
 
-def _loads_from_json(values: dict[str, Any], where: str) -> Loads:
-    for phase, columns in _require_keys(values, set(PHASES), f"{where}, loads").items():
+def _loads_from_json(values: dict[str, Any], version: int, where: str) -> Loads:
+    phases = set(PHASES) - ({"labels"} if version < PLAN_VERSION else set())
+    for phase, columns in _require_keys(values, phases, f"{where}, loads").items():
         _require_keys(columns, set(QUANTITIES), f"{where}, loads of {phase}")
         for column in columns.values():
             if not isinstance(column, list) or any(type(value) is not int for value in column):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from isobatch.common.errors import ConfigError
-from isobatch.common.types import IntArray
-from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.common.types import LABEL_IGNORE, IntArray
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads, labelled
 from isobatch.engine.runtime.stage_io import Batch, samples_text
 from isobatch.models.audio_tokens import AudioRule
 from isobatch.models.image_rules import NativeSizeRule
@@ -21,14 +21,19 @@ from isobatch.models.presets import ModelPreset, TransformerShape
 def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
     """Load of each micro-batch on each phase of a model, arrays of shape (micro_batches,).
 
-    Reads `cu_seqlens`, `patches_per_image` or, at native resolution, `image_grid_thw`, and
-    `audio_frames`. ConfigError if a field is missing.
+    Reads `cu_seqlens`, `labels`, `patches_per_image` or, at native resolution, `image_grid_thw`,
+    and `audio_frames`. ConfigError if a field is missing.
     """
     return Loads(
         vision=_phase([_vision_lengths(batch, model) for batch in batches], model.vit),
         audio=_phase([_audio_lengths(batch, model) for batch in batches], model.audio),
         llm=_phase([np.diff(_integers(batch, "cu_seqlens")) for batch in batches], model.llm),
+        labels=labelled(np.array([_num_labels(batch) for batch in batches], np.int64)),
     )
+
+
+def _num_labels(batch: Batch) -> int:
+    return int((_integers(batch, "labels") != LABEL_IGNORE).sum())
 
 
 def _phase(lengths: Sequence[IntArray], shape: TransformerShape | AudioRule | None) -> PhaseLoads:

@@ -163,11 +163,13 @@ class Pipeline:
     ) -> StepResult:
         """Forward and backward passes of a step; adds to the gradients of `parameters()`.
 
-        `normalizer`: divisor of the losses of all replicas. `schedule`: one other than the plan's,
-        for as many micro-batches; it may encode ahead. `order`: the schedule's micro-batch i is
-        `batches[order[i]]`. PeerLost if another rank is lost; LossNotFinite and SpecMismatch
-        name the samples. OutOfMemory on all ranks of all replicas if any ran out of memory in a
-        pass: the gradients are then invalid, and the next step may be run.
+        `batches`: on the CPU, each copied to the device when it first runs; of those on it already,
+        reading sizes waits. `normalizer`: divisor of the losses of all replicas. `schedule`: one
+        other than the plan's, for as many micro-batches; it may encode ahead. `order`: the
+        schedule's micro-batch i is `batches[order[i]]`. PeerLost if another rank is lost;
+        LossNotFinite and SpecMismatch name the samples. OutOfMemory on all ranks of all replicas if
+        any ran out of memory in a pass: the gradients are then invalid, and the next step may be
+        run.
         """
         options, groups = self._options, self._groups
         if schedule is None:

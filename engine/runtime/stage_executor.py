@@ -35,6 +35,7 @@ from isobatch.engine.runtime.stage_io import (
     TensorSpec,
     TensorSpecs,
     check_tensors,
+    placed,
     samples_text,
 )
 from isobatch.engine.runtime.stopwatch import Stopwatch
@@ -126,6 +127,7 @@ class StageExecutor:
         apart = schedule.stages[is_apart].tolist(), schedule.micro_batches[is_apart].tolist()
         self._deferred = {key: DeferredWeights() for key in zip(*apart, strict=True)}
         self._kept: dict[Message, StageTensors] = {}  # between operations of this rank
+        self._placed: dict[int, Batch] = {}  # micro-batches that have run, on the device
         self._status = _StepStatus(groups, schedule, batches, local.device)
 
     def run(self) -> StepResult:
@@ -181,6 +183,7 @@ class StageExecutor:
         self._forwarded.clear()
         self._deferred.clear()
         self._kept.clear()
+        self._placed.clear()
         # Cycles may hold tensors of the failed operation. Emptying torch's cache as well would wait
         # for all messages in flight, which may wait for this rank.
         gc.collect()
@@ -253,7 +256,10 @@ class StageExecutor:
 
         `defer`: leaves weight gradients for later, of recomputed layers too.
         """
-        rng, batch = self._rng, self._batches[number]
+        rng = self._rng
+        if number not in self._placed:
+            self._placed[number] = placed(self._batches[number], self._local.device)
+        batch = self._placed[number]
 
         def run(tensors: StageTensors, _: Tensor | None = None) -> StageTensors:
             if rng is not None:

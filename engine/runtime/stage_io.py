@@ -3,7 +3,8 @@
 A model for the pipeline is a list of layers. Each takes the tensors of the layer before and the
 micro-batch, and returns those for the next; the last one returns `loss`, a sum over tokens. Every
 rank gets the micro-batch itself from its own loader, so only computed tensors are sent. Every rank
-knows all shapes beforehand, so no shapes are sent.
+knows all shapes beforehand, so no shapes are sent. What sizes and places follow from is read from
+the micro-batch on the CPU (`host_of`), so that nothing waits for a GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,39 @@ from isobatch.engine.runtime.errors import SpecMismatch
 StageTensors = dict[str, Tensor]
 Batch = Any
 """A micro-batch: `loaders.MicroBatch`, or whatever the layers understand."""
+
+
+class PlacedBatch:
+    """A micro-batch on a GPU; `host` is the same one on the CPU."""
+
+    def __init__(self, host: Batch, moved: Batch) -> None:
+        self.host, self._moved = host, moved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._moved, name)
+
+
+def placed(batch: Batch, device: torch.device) -> Batch:
+    """A micro-batch for layers on `device`: one on a CPU is copied to a GPU without waiting.
+
+    One that is there, or that has no `labels`, `pin_memory` and `to`, is given as it is.
+    """
+    labels = getattr(batch, "labels", None)
+    if labels is None or labels.device.type == device.type or not hasattr(batch, "pin_memory"):
+        return batch
+    pinned = batch.pin_memory() if device.type == "cuda" else batch
+    return PlacedBatch(batch, pinned.to(device, non_blocking=True))
+
+
+def host_of(batch: Batch) -> Batch:
+    """A micro-batch to read values of without waiting, if it was given to the pipeline on a CPU."""
+    return batch.host if isinstance(batch, PlacedBatch) else batch
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the CPU on a device, copied without waiting."""
+    return values.to(device, non_blocking=True)
+
 
 LOSS = "loss"
 """Output of the last layer: the sum of the losses of a micro-batch's tokens."""

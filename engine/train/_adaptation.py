@@ -97,11 +97,9 @@ class RecomputeAdapter:
         If not even full recomputation leaves the reserve: InfeasiblePlan after the first step;
         after a later one, everything stays recomputed. DataError if evidence cannot be written.
         """
-        device = batches[0].input_ids.device
-        others = list(self._steps)[1 - MOST_STEPS :]
-        steps = [*([batch.to(device) for batch in step] for step in others), list(batches)]
+        steps = [*list(self._steps)[1 - MOST_STEPS :], list(batches)]
         is_first, self.is_due = not self._steps, False
-        self._steps.append([batch.to("cpu") for batch in batches])  # saves GPU memory
+        self._steps.append(list(batches))
         try:
             text = self._adapt(pipeline, steps, optimizer)
         except InfeasiblePlan as error:

@@ -44,7 +44,7 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     """Measure, choose, write. All ranks call it; the first one writes."""
     world = [list(range(dist.get_world_size()))]
     # the first rank has the first stage in every partition
-    loader_options = source_options(config, world, config.micro_batches_per_step, device)
+    loader_options = source_options(config, world, config.micro_batches_per_step)
     source = open_source(config.build, **loader_options)
     torch.manual_seed(config.seed)  # the same weights on all ranks
     model = open_model(config.model, config.config, source)

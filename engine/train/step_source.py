@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from isobatch.engine.runtime.stage_io import Batch
@@ -62,9 +61,12 @@ OpenSource = Callable[..., StepSource]
 
 
 def source_options(
-    config: RunConfig, pipelines: Sequence[Sequence[int]], micro_batches: int, device: torch.device
+    config: RunConfig, pipelines: Sequence[Sequence[int]], micro_batches: int
 ) -> dict[str, Any]:
-    """Keywords for this rank's source; `pipelines` are the ranks of each replica."""
+    """Keywords for this rank's source; `pipelines` are the ranks of each replica.
+
+    Micro-batches stay on the CPU: the pipeline copies each to its device when it runs.
+    """
     rank = dist.get_rank()
     replica = next(number for number, ranks in enumerate(pipelines) if rank in ranks)
     return {
@@ -72,7 +74,6 @@ def source_options(
         "dp_world_size": len(pipelines),
         "micro_batches_per_step": micro_batches,
         "seed": config.seed,
-        "device": device if device.type == "cuda" else None,
         # only stage 0 needs pixels
         "images": "patches" if pipelines[replica][0] == rank else "encoded",
     }

@@ -77,7 +77,7 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     mode = config.training_mode(plan.training.mode if plan else None)
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
     pipelines = make_replicas(dist.get_world_size(), dp, plan)
-    options = source_options(config, pipelines, num_micro_batches(config, plan), device)
+    options = source_options(config, pipelines, num_micro_batches(config, plan))
     options |= {name: getattr(config, name) for name in ("loss_normalizer", "loss_weights")}
     source = open_source(config.build, **options)
     model = _open_model(config, plan, source, len(pipelines[0]))

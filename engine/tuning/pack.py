@@ -101,6 +101,6 @@ def balanced_packings(
     lengths: IntArray, costs: dict[str, FloatArray], max_len: int
 ) -> list[Groups]:
     """Micro-batches of one size with even LLM cost, as PipeTune, and with even total cost."""
-    encoders = costs["vision"] + costs["audio"]
-    weights = (costs["llm"], costs["llm"] + encoders) if encoders.any() else (costs["llm"],)
+    encoders, llm = costs["vision"] + costs["audio"], costs["llm"] + costs["labels"]
+    weights = (llm, llm + encoders) if encoders.any() else (llm,)
     return [pack_balanced(lengths, weight, max_len=max_len) for weight in weights]

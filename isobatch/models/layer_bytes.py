@@ -50,6 +50,9 @@ LOGIT_BYTES: dict[Kernels, int] = {"transformers": 14, "fused": 2}
 copy in float32, the logarithm of the softmax, gradients. Of fused losses and the engine's own: the
 logit, whose place the gradient takes."""
 
+LOSS_CHUNK = 1 << 24
+"""Logits of the engine's loss in float32 at a time, 64 MiB: enough work for a GPU."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:

@@ -8,15 +8,11 @@ exist for a few rows at a time. Rows without a label have gradients of zeros, wh
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from isobatch.common.types import LABEL_IGNORE
-
-_CHUNK = 1 << 24
-"""Logits in float32 at a time, 64 MiB: enough work for a GPU, little memory."""
+from isobatch.tensors.token_loss import loss_sum
 
 
 def chunked_loss(
@@ -60,41 +56,6 @@ def chunked_loss(
     weights = labelled.float()
     if loss_weights is not None:
         weights = weights * loss_weights.reshape(-1).to(logits.device)
-    targets = targets.where(labelled, 0)
-    total: Tensor = _LossSum.apply(rows, targets, weights)  # type: ignore[no-untyped-call]
+    total = loss_sum(rows, targets.where(labelled, 0), weights, overwrite=False)
     divisor = labelled.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
-
-
-class _LossSum(torch.autograd.Function):
-    """Sum over rows of `weights` * -log softmax(logits)[target]."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """(rows, vocabulary), (rows,), (rows,) -> a float32 number."""
-        log_sums = torch.cat([part.float().logsumexp(1) for part in _chunks(logits)])
-        predicted = logits.gather(1, targets[:, None]).squeeze(1).float()
-        ctx.save_for_backward(logits, targets, weights, log_sums)
-        # a row without label has no loss, whatever its logits are
-        return torch.where(weights != 0, weights * (log_sums - predicted), 0).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The logits' gradient, in their dtype."""
-        logits, targets, weights, log_sums = ctx.saved_tensors
-        scales = (gradient * weights)[:, None]
-        result = torch.empty_like(logits)
-        first = 0
-        for part, target_part in zip(_chunks(logits), _chunks(result), strict=True):
-            rows = slice(first, first := first + len(part))
-            # softmax, minus 1 at the target
-            softmax = part.float().sub(log_sums[rows, None]).exp_()
-            softmax.scatter_add_(1, targets[rows, None], -softmax.new_ones(len(part), 1))
-            target_part.copy_(softmax.mul_(scales[rows]).masked_fill_(scales[rows] == 0, 0))
-        return result, None, None
-
-
-def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
-    """Views of a few rows each."""
-    return torch.split(logits, max(1, _CHUNK // max(1, logits.shape[1])))

@@ -223,18 +223,3 @@ class MicroBatch:
 
 def _of_values(values: dict[str, Any]) -> MicroBatch:
     return MicroBatch(**values)
-
-
-def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The label of the next token at each position, to compare logits with; same shape, dtype.
-
-    Never across a boundary of samples: a sample's last position gets -100.
-
-    >>> shift_labels(torch.tensor([-100, 5, 6, -100, 8]), torch.tensor([0, 3, 5])).tolist()
-    [5, 6, -100, 8, -100]
-    """
-    # without the first label of each sample, a plain shift moves none across a boundary; one more
-    # place at the end gives the last position its -100 and takes the boundary after the last sample
-    masked = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
-    masked[cu_seqlens.long()] = LABEL_IGNORE
-    return masked[1:]

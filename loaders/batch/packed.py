@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
-from isobatch.loaders.batch.micro_batch import MicroBatch, shift_labels
+from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.family import Arguments, config_of_text, vision_tokens
 from isobatch.loaders.batch.model_inputs.inputs import (
     blank_media_tokens,
@@ -23,6 +23,7 @@ from isobatch.loaders.batch.model_inputs.inputs import (
     with_blank_media,
     with_blank_sample,
 )
+from isobatch.tensors.token_loss import shift_labels
 
 TEXT, IMAGE, VIDEO, AUDIO = range(4)
 """`mm_token_type_ids` of transformers' processors."""

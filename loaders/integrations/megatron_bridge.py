@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from isobatch.common.errors import ConfigError
-from isobatch.loaders.batch.micro_batch import MicroBatch, shift_labels
+from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.inputs import config_of
 from isobatch.loaders.batch.packed import packed_batch
 from isobatch.loaders.integrations.adapter_checks import check_media
 from isobatch.loaders.integrations.torch_dataset import StepDataset
 from isobatch.loaders.step_stream import StepStream
+from isobatch.tensors.token_loss import shift_labels
 
 Layout = Literal["rows", "thd"]
 """Of a batch: "rows", a sample each (Bridge 0.3, `pack_sequences_in_batch`), or "thd" (0.6)."""

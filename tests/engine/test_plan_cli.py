@@ -63,6 +63,24 @@ def test_a_build_is_planned_and_its_files_are_written(call, demo_build, tmp_path
     assert len(stages) == 2
 
 
+def test_logits_are_planned_where_there_are_labels(call, demo_build, tmp_path):
+    plans = {}
+    for choice in ("labelled", "all"):
+        out = tmp_path / choice
+        arguments = ("--pp", 2, "--micro-batches", 4, "--steps", 2, "--logits", choice)
+        status, shown, _ = call("plan", demo_build, *arguments, "--out", out)
+        assert status == 0
+        (line,) = (line for line in shown.splitlines() if line.startswith("logits are planned"))
+        plans[choice] = read_plan(out / "plan.json")
+        labels, tokens = plans[choice].loads.labels.tokens, plans[choice].loads.llm.tokens
+        assert f"{labels.sum() / tokens.sum():.1%} of the tokens" in line
+        assert ("as if each had a label" in line) == (choice == "all")
+    labels = {name: plan.loads.labels.tokens.sum() for name, plan in plans.items()}
+    assert 0 < labels["labelled"] < labels["all"] / 2
+    labelled, whole = (plan.predicted.full_peak_bytes[-1] for plan in plans.values())
+    assert labelled < whole
+
+
 def test_simulating_a_plan_again_says_the_same(call, demo_build, tmp_path):
     call(
         "plan",

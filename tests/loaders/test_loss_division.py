@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.engine.runtime.models.token_loss import loss_sum
 from isobatch.loaders import StreamingLoader, shift_labels
+from isobatch.tensors.token_loss import labelled_loss
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample
 
@@ -148,4 +148,4 @@ def test_the_engines_layers_weigh_labels_too(builds):
         logits, shift_labels(batch.labels, batch.cu_seqlens), reduction="none"
     )
     expected = batch.reduce_loss(losses) * batch.loss_normalizer
-    torch.testing.assert_close(loss_sum(logits, batch), expected)
+    torch.testing.assert_close(labelled_loss(logits, lambda rows: rows, batch), expected)

@@ -49,7 +49,7 @@ def packed_attention(
                 " model with attn_implementation='sdpa'"
             )
         longest = int(borders.diff().max())
-        on_device = borders.to(hidden.device, torch.int32)
+        on_device = borders.to(hidden.device, torch.int32, non_blocking=True)
         yield {
             "cu_seq_lens_q": on_device,
             "cu_seq_lens_k": on_device,
@@ -123,6 +123,6 @@ def _sample_mask(
         return None
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
     if images is not None and has_images:
-        images = images.to(device)
+        images = images.to(device, non_blocking=True)
         mask |= (images[:, None] == images) & (images > 0)
     return mask.triu_(1 - window) if window is not None and is_cut else mask

@@ -7,6 +7,8 @@ which `merge` x `merge` become one LLM token and are adjacent (arXiv 2409.12191,
 import torch
 from torch import Tensor
 
+from isobatch.tensors.rotary_positions import members
+
 
 def patch_positions(grids: Tensor, merge: int) -> Tensor:
     """Row and column of each ViT token in its image: int64, (ViT tokens, 2); `grids` (images, 3).
@@ -16,7 +18,7 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
     >>> patch_positions(torch.tensor([[1, 2, 4]]), 2).tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
     """
-    image, index = _members(grids.prod(1))
+    image, index = members(grids.prod(1))
     rows, columns = grids[image, 1], grids[image, 2]
     # index of the merged token in its frame, and of the ViT token within it
     block, inner = (index % (rows * columns)) // merge**2, index % merge**2
@@ -46,7 +48,7 @@ def window_order(grids: Tensor, merge: int, side: int) -> tuple[Tensor, Tensor]:
     >>> borders.tolist()
     [0, 4, 8, 12, 16]
     """
-    image, index = _members(grids.prod(1) // merge**2)
+    image, index = members(grids.prod(1) // merge**2)
     rows, columns = grids[image, 1] // merge, grids[image, 2] // merge
     frame, within = index // (rows * columns), index % (rows * columns)
     row, column = within // columns, within % columns
@@ -71,7 +73,7 @@ def interpolated_places(grids: Tensor, merge: int, side: int) -> tuple[Tensor, T
     >>> [(each[weight > 0]).tolist() for each, weight in zip(index, weights)]
     [[0], [2], [6], [8]]
     """
-    image, _ = _members(grids.prod(1))
+    image, _ = members(grids.prod(1))
     sizes = grids[image, 1:]
     source = patch_positions(grids, merge).float() * (side - 1) / (sizes - 1).clamp(min=1)
     low = source.floor()
@@ -80,45 +82,3 @@ def interpolated_places(grids: Tensor, merge: int, side: int) -> tuple[Tensor, T
     (rows, columns), (down, across) = taps.clamp(max=side - 1).unbind(1), weights.unbind(1)
     index = rows[:, :, None] * side + columns[:, None, :]
     return index.flatten(1), (down[:, :, None] * across[:, None, :]).flatten(1)
-
-
-def rotary_positions(
-    is_image: Tensor,
-    cu_seqlens: Tensor,
-    grids: Tensor | None,
-    merge: int,
-    intervals: Tensor | None = None,
-) -> Tensor:
-    """Qwen2-VL's positions (frame, row, column), int64 (3, tokens), from 0 in each sample.
-
-    Text counts on in all three. A token of an image or video (`is_image`) has the position of its
-    first one plus its own frame, row and column; text after it continues past the larger side.
-    `intervals`: float32, (images,), positions from one frame to the next; None: 1.
-
-    >>> ids, grids = torch.tensor([7, 5, 5, 5, 5, 8, 9, 9]), torch.tensor([[1, 4, 4]])
-    >>> rotary_positions(ids == 5, torch.tensor([0, 6, 8]), grids, 2).tolist()
-    [[0, 1, 1, 1, 1, 3, 0, 1], [0, 1, 1, 2, 2, 3, 0, 1], [0, 1, 2, 1, 2, 3, 0, 1]]
-    """
-    # increment to the next token's position, and the token's place within its image
-    steps = torch.ones_like(is_image, dtype=torch.int64)
-    within = steps.new_zeros(3, len(steps))
-    if grids is not None and len(grids):
-        frames, rows, columns = (grids // grids.new_tensor([1, merge, merge])).unbind(1)
-        image, index = _members(frames * rows * columns)
-        rows, columns = rows[image], columns[image]
-        is_last = index == frames[image] * rows * columns - 1
-        steps[is_image] = torch.where(is_last, torch.maximum(rows, columns), 0)
-        frame = index // (rows * columns)
-        if intervals is not None:
-            frame = (frame * intervals[image]).long()
-        within[:, is_image] = torch.stack([frame, index // columns % rows, index % columns])
-    begins = steps.cumsum(0) - steps
-    sample, _ = _members(cu_seqlens.long().diff())
-    return begins - begins[cu_seqlens.long()[sample]] + within
-
-
-def _members(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Group and index within it, for every member of groups with these counts."""
-    group = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    begins = counts.cumsum(0) - counts
-    return group, torch.arange(len(group), device=counts.device) - begins[group]

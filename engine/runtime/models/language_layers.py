@@ -24,14 +24,23 @@ from isobatch.engine.runtime.models.layer_specs import (
     deep_tensors,
     hidden_specs,
 )
-from isobatch.engine.runtime.models.token_loss import loss_sum
-from isobatch.engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
+from isobatch.engine.runtime.stage_io import (
+    LOSS,
+    Batch,
+    StageTensors,
+    TensorSpec,
+    host_of,
+    samples_text,
+    to_device,
+)
+from isobatch.tensors.rotary_positions import image_runs
+from isobatch.tensors.token_loss import labelled_loss
 
 _COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
 _SHARED = (_COS, _SIN, _BORDERS, _IMAGES)
 
 Positions = Callable[[Tensor, Batch], Tensor]
-"""(is vision, micro-batch) -> positions as the model's rotary embedding takes them."""
+"""(is vision, micro-batch) -> positions: (tokens,), or M-RoPE's (3, tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +80,7 @@ class TokenEmbedding(SpecLayer):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (image tokens, width) -> `hidden` (1, tokens, width)."""
         hidden: Tensor = self.embed_tokens(batch.input_ids)
-        places = _vision_places(batch, self._rules)
+        places = _vision_places(batch, self._rules, hidden.device)
         features = inputs[FEATURES]
         if len(places) != len(features):
             raise ConfigError(
@@ -122,25 +131,28 @@ class LanguageLayer(SpecLayer):
         hidden = output[0] if isinstance(output, tuple) else output
         deep = inputs.get(deep_name(self._number))
         if deep is not None and len(deep):
-            places = _vision_places(batch, self._rules)
+            places = _vision_places(batch, self._rules, hidden.device)
             hidden = hidden.index_add(1, places, deep.to(hidden.dtype)[None])
         return {HIDDEN: hidden, **passed, **shared}
 
     def _add_shared(self, shared: StageTensors, hidden: Tensor, batch: Batch) -> None:
         """Add what this layer needs, and layers before it in this stage did not."""
+        host = host_of(batch)
         if _BORDERS not in shared:
-            shared[_BORDERS] = batch.cu_seqlens.cpu().long()
+            shared[_BORDERS] = host.cu_seqlens.cpu().long()
             if self._rules.two_way_images:
-                shared[_IMAGES] = image_runs(batch.input_ids.cpu(), self._rules.image_token_id)
+                is_image = host.input_ids.cpu() == self._rules.image_token_id
+                shared[_IMAGES] = image_runs(is_image, shared[_BORDERS])
         if _COS + self._type not in shared:
             kind = (self._type,) if self._type else ()
-            positions = self._rules.positions(self._rules.is_vision(batch), batch)
+            positions = self._rules.positions(self._rules.is_vision(host), host)
+            positions = to_device(positions.unsqueeze(-2), hidden.device)
             cos, sin = self.rotary(hidden, positions, *kind)
             shared[_COS + self._type], shared[_SIN + self._type] = cos, sin
 
 
 class Head(SpecLayer):
-    """Final norm, logits, and the sum of the tokens' losses."""
+    """Final norm, logits of the tokens whose next one has a label, and the sum of their losses."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(lambda batch: {LOSS: TensorSpec(shape=(), dtype=torch.float32)})
@@ -148,8 +160,8 @@ class Head(SpecLayer):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> `loss`, over all tokens with a label."""
-        logits = self.lm_head(self.norm(inputs[HIDDEN][0]))
-        return {LOSS: loss_sum(logits, batch)}
+        logits_of = nn.Sequential(self.norm, self.lm_head)
+        return {LOSS: labelled_loss(inputs[HIDDEN][0], logits_of, host_of(batch))}
 
 
 def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:
@@ -172,19 +184,6 @@ def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:
     return [embedding, *layers, Head(decoder.norm, model.lm_head)]
 
 
-def image_runs(input_ids: Tensor, image_token_id: int) -> Tensor:
-    """Number of each token's run of image tokens, from 1; 0 for text.
-
-    >>> image_runs(torch.tensor([5, 5, 9, 5, 9]), 5).tolist()
-    [1, 1, 0, 2, 0]
-    """
-    is_image = input_ids == image_token_id
-    begins = is_image.clone()
-    begins[1:] &= ~is_image[:-1]
-    runs: Tensor = begins.cumsum(0) * is_image
-    return runs
-
-
-def _vision_places(batch: Batch, rules: LanguageRules) -> Tensor:
+def _vision_places(batch: Batch, rules: LanguageRules, device: torch.device) -> Tensor:
     """Places of the tokens of images and videos: (image tokens,)."""
-    return rules.is_vision(batch).nonzero().squeeze(1)
+    return to_device(rules.is_vision(host_of(batch)).nonzero().squeeze(1), device)

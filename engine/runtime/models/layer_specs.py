@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from isobatch.engine.runtime.stage_io import Batch, StageTensors, TensorSpec
+from isobatch.engine.runtime.stage_io import Batch, StageTensors, TensorSpec, host_of
 
 FEATURES, HIDDEN = "features", "hidden"
 """Tensors that cross cuts: before the token embedding, and after it."""
@@ -31,7 +31,7 @@ class SpecLayer(nn.Module):
     def no_features(self, batch: Batch, like: Tensor) -> Tensor:
         """Empty features for a micro-batch without images, on the device of `like`."""
         dtype = next(self.parameters()).dtype  # the spec has that of before a training mode
-        shape = self.output_specs(batch)[FEATURES].shape
+        shape = self.output_specs(host_of(batch))[FEATURES].shape
         return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
@@ -79,7 +79,7 @@ def add_specs(specs: OutputSpecs, levels: Iterable[int], like: OutputSpecs) -> O
 def pixel_rows(batch: Batch) -> int:
     """Rows of `pixel_values` once decoded: patches, or ViT tokens at native resolution."""
     rows = len(batch.pixel_values)
-    if rows or not len(batch.patches_per_image):  # no need to wait for a GPU
+    if rows or not len(batch.patches_per_image):
         return rows
     if batch.image_grid_thw is None:
         return int(batch.patches_per_image.sum())

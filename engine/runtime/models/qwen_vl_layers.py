@@ -10,6 +10,7 @@ micro-batch's image grids (`engine.runtime.models.image_grids`).
 """
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from isobatch.engine.runtime.models.layer_specs import (
     row_specs,
 )
 from isobatch.engine.runtime.models.vision_layers import PatchEmbedding, dtype_of
-from isobatch.engine.runtime.stage_io import Batch, StageTensors
+from isobatch.engine.runtime.stage_io import Batch, StageTensors, host_of, to_device
 
 _COS, _SIN, _BORDERS = "vision_cos", "vision_sin", "vision_borders"
 _WINDOWS = "vision_windows"
@@ -60,17 +61,19 @@ class NativePatchEmbedding(PatchEmbedding):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`pixel_values` -> `features` (ViT tokens, width)."""
-        features, grids = super().forward(inputs, batch)[FEATURES], batch.image_grid_thw
+        features = super().forward(inputs, batch)[FEATURES]
+        grids, device = host_of(batch).image_grid_thw, features.device
         if not len(features):
             return {FEATURES: features}
         if self.places is not None:
             side = round(self.places.num_embeddings**0.5)
             index, weights = interpolated_places(grids, self._rule.merge, side)
+            index, weights = to_device(index, device), to_device(weights, device)
             learnt = (self.places(index) * weights[:, :, None]).sum(1)
             features = features + learnt.to(features.dtype)
         if self._rule.window is not None:
             order, _ = window_order(grids, self._rule.merge, self._rule.window)
-            features = features[order]
+            features = features[to_device(order, device)]
         return {FEATURES: features}
 
 
@@ -79,7 +82,7 @@ class NativeVisionLayer(SpecLayer):
 
     def __init__(
         self,
-        block: nn.Module,
+        block: Any,
         rotary: nn.Module,
         rule: GridRule,
         output_specs: OutputSpecs,
@@ -101,7 +104,15 @@ class NativeVisionLayer(SpecLayer):
             shared = shared or self._shared(batch)
             borders = shared[_WINDOWS if self._in_windows else _BORDERS]
             rotary = shared[_COS], shared[_SIN]
-            features = self.block(features, cu_seqlens=borders, position_embeddings=rotary)
+            longest = {}
+            # anything but flash attention reads the borders
+            if "flash" in str(self.block.attn.config._attn_implementation):
+                if "max_seqlen" in signature(type(self.block.attn).forward).parameters:
+                    longest = {"max_seqlen": int(borders.diff().max())}
+                borders = to_device(borders, features.device)
+            features = self.block(
+                features, cu_seqlens=borders, position_embeddings=rotary, **longest
+            )
             passed |= shared
         if self._deep is not None:
             passed[self._deep] = features
@@ -110,14 +121,15 @@ class NativeVisionLayer(SpecLayer):
     def _shared(self, batch: Batch) -> StageTensors:
         """Rotary embeddings and image borders, which the stage's next layers need too."""
         frequencies: Any = self.rotary.inv_freq
-        grids, rule = batch.image_grid_thw, self._rule
+        grids, rule = host_of(batch).image_grid_thw, self._rule
         positions = patch_positions(grids, rule.merge)
-        half = (positions[..., None].float() * frequencies.float()).flatten(1)
-        angles = torch.cat([half, half], dim=1)
         shared = {_BORDERS: frame_borders(grids)}
         if rule.window is not None:
             order, shared[_WINDOWS] = window_order(grids, rule.merge, rule.window)
-            angles = angles[order]
+            positions = positions[order]
+        positions = to_device(positions, frequencies.device)
+        half = (positions[..., None].float() * frequencies.float()).flatten(1)
+        angles = torch.cat([half, half], dim=1)
         return {_COS: angles.cos(), _SIN: angles.sin(), **shared}
 
 
@@ -133,13 +145,15 @@ class Merger(SpecLayer):
         """`features` (ViT tokens, width) -> (image tokens, LLM width); the same of deep ones."""
         features = inputs[FEATURES]
         if not len(features):
-            return {name: self.no_features(batch, features) for name in self.output_specs(batch)}
+            names = self.output_specs(host_of(batch))
+            return dict.fromkeys(names, self.no_features(batch, features))
         merged = self.merger(features)
         rule = self._rule
         if rule.window is not None:
-            order, _ = window_order(batch.image_grid_thw, rule.merge, rule.window)
+            order, _ = window_order(host_of(batch).image_grid_thw, rule.merge, rule.window)
             # numbers of the merged tokens, in the order of windows
-            merged = merged[(order[:: rule.merge**2] // rule.merge**2).argsort()]
+            places = (order[:: rule.merge**2] // rule.merge**2).argsort()
+            merged = merged[to_device(places, merged.device)]
         deep = {
             deep_name(level): merger(inputs[deep_name(level)])
             for level, merger in enumerate(self.deep_mergers or ())

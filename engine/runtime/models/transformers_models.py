@@ -8,13 +8,12 @@ with its fields).
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from isobatch.common.errors import ConfigError, first_line
-from isobatch.engine.runtime.models.image_grids import rotary_positions
 from isobatch.engine.runtime.models.language_layers import LanguageRules, language_layers
 from isobatch.engine.runtime.models.layer_specs import SpecLayer
 from isobatch.engine.runtime.models.qwen_vl_layers import qwen_vl_vision
@@ -25,6 +24,7 @@ from isobatch.engine.runtime.models.vision_layers import (
     llava_vision,
 )
 from isobatch.engine.runtime.stage_io import Batch, LayerStack, TensorSpec
+from isobatch.tensors.rotary_positions import video_positions
 
 TEXT_MODELS = (
     *("llama", "mistral", "qwen2", "qwen3"),
@@ -114,43 +114,24 @@ def _check_state(model: Any) -> None:
 
 def _language_rules(model: Any, projector: SpecLayer) -> LanguageRules:
     """What is particular about the language model of a family."""
-    config = model.config
+    config, kind = model.config, model.config.model_type
     token = int(config.image_token_id)
-    text = config.text_config
+    text, vision = config.text_config, config.vision_config
     if text.model_type == "gemma3_text" and text.use_bidirectional_attention:
         raise ConfigError(
             "gemma3_text with use_bidirectional_attention: no token predicts the next"
         )
-    if config.model_type not in _NATIVE:
+    if kind not in _NATIVE:
         return LanguageRules(
-            positions=lambda _, batch: batch.position_ids[None],
+            positions=lambda _, batch: batch.position_ids,
             image_token_id=token,
-            two_way_images=config.model_type == "gemma3",
+            two_way_images=kind == "gemma3",
             rotary_by_type=text.model_type == "gemma3_text",
         )
     return LanguageRules(
-        positions=lambda is_vision, batch: _grid_positions(config, is_vision, batch),
+        positions=partial(video_positions, vision=vision, are_stamped=kind == "qwen3_vl"),
         image_token_id=token,
         video_token_id=int(config.video_token_id),
         deep_specs=projector.output_specs,
-        num_deep=len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
+        num_deep=len(getattr(vision, "deepstack_visual_indexes", ())),
     )
-
-
-def _grid_positions(config: Any, is_vision: Tensor, batch: Batch) -> Tensor:
-    """M-RoPE's positions, (3, 1, tokens).
-
-    Qwen3-VL has text before each frame of a video's grid; Qwen2.5-VL's frames are as many positions
-    apart as their times say.
-    """
-    grids = batch.image_grid_thw
-    seconds = getattr(batch, "video_seconds", None)
-    merge = int(config.vision_config.spatial_merge_size)
-    intervals = None
-    scale = getattr(config.vision_config, "tokens_per_second", None)
-    if seconds is not None and config.model_type == "qwen3_vl":
-        grids = grids.repeat_interleave(grids[:, 0], dim=0).clone()
-        grids[:, 0] = 1
-    elif seconds is not None and scale is not None:
-        intervals = (seconds.float() * scale).where(seconds > 0, 1.0)
-    return rotary_positions(is_vision, batch.cu_seqlens, grids, merge, intervals)[:, None]

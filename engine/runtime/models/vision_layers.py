@@ -20,7 +20,7 @@ from isobatch.engine.runtime.models.layer_specs import (
     patch_specs,
     row_specs,
 )
-from isobatch.engine.runtime.stage_io import Batch, StageTensors, TensorSpec
+from isobatch.engine.runtime.stage_io import Batch, StageTensors, TensorSpec, host_of
 
 
 class PatchEmbedding(SpecLayer):
@@ -136,10 +136,11 @@ class AnyresProjector(Projector):
         features = super().forward(inputs, batch)[FEATURES]
         if not len(features):
             return {FEATURES: features}
-        patches = batch.patches_per_image.tolist()
+        host = host_of(batch)
+        patches = host.patches_per_image.tolist()
         images = torch.split(features.reshape(sum(patches), -1, features.shape[1]), patches)
         joined, _ = self._join(
-            images, batch.image_sizes.cpu(), image_newline=self.image_newline, **self._options
+            images, host.image_sizes.cpu(), image_newline=self.image_newline, **self._options
         )
         return {FEATURES: torch.cat(joined)}
 

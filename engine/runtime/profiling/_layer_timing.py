@@ -24,6 +24,7 @@ from isobatch.engine.runtime.stage_io import (
     StageTensors,
     TensorSpec,
     check_tensors,
+    host_of,
     samples_text,
 )
 
@@ -73,7 +74,7 @@ class _IsolatedLayer:
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Specs of `inputs`."""
-        return self.local.specs(self.index, self.batch) if self.index else {}
+        return self.local.specs(self.index, host_of(self.batch)) if self.index else {}
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -121,7 +122,7 @@ def _pass_on(
     if not stage or sender == receiver or groups.rank not in (sender, receiver):
         return outputs
     tensors: StageTensors = {}
-    for name, spec in sorted(local.specs(local.borders[stage], batch).items()):
+    for name, spec in sorted(local.specs(local.borders[stage], host_of(batch)).items()):
         if groups.rank == receiver:
             tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
         if spec.is_empty:

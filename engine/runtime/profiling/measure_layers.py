@@ -41,7 +41,7 @@ from isobatch.engine.runtime.profiling._layer_timing import (
     stage_times,
 )
 from isobatch.engine.runtime.stage_executor import RankLayers
-from isobatch.engine.runtime.stage_io import Batch, StageTensors
+from isobatch.engine.runtime.stage_io import Batch, StageTensors, placed
 
 _OF_PASSES = (*LayerTimes._fields, *LayerBytes._fields)
 _OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
@@ -161,7 +161,7 @@ def _measure(pipeline: Pipeline, batches: Sequence[Batch], repeats: int) -> _Tab
     of_layers = np.zeros((num_layers, len(_OF_LAYERS)), np.int64)
     for index, layer in local.layers.items():
         of_layers[index] = _weights(layer, mode)
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(placed(batch, local.device) for batch in batches):
         inputs = stage_inputs(local, groups, batch)
         for rank in range(1 if together else len(groups.ranks)):
             _barrier(groups, local.device)

@@ -9,10 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.runtime.models.token_loss import loss_sum
-from isobatch.engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
+from isobatch.engine.runtime.stage_io import (
+    LOSS,
+    Batch,
+    LayerStack,
+    StageTensors,
+    TensorSpec,
+    host_of,
+    to_device,
+)
 from isobatch.models.image_rules.tiles import TilesRule
 from isobatch.models.presets import ModelPreset
+from isobatch.tensors.token_loss import labelled_loss
 
 TILE_SIDE, PATCH_SIDE, MERGE = 56, 14, 2
 GRID = TILE_SIDE // PATCH_SIDE
@@ -95,7 +103,11 @@ class TinyVisionLayer(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """features -> features of the same shape."""
-        return {"features": self.block(inputs["features"], [VIT_TOKENS] * num_tiles(batch), None)}
+        return {
+            "features": self.block(
+                inputs["features"], [VIT_TOKENS] * num_tiles(host_of(batch)), None
+            )
+        }
 
 
 class TinyProjector(nn.Module):
@@ -127,9 +139,10 @@ class TinyTokenEmbedding(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """features (tiles * 4, LLM width) -> hidden (tokens, LLM width)."""
-        is_image = (batch.input_ids == self.image_token_id)[:, None]
-        hidden = self.embed(batch.input_ids)
-        return {"hidden": hidden.masked_scatter(is_image, inputs["features"].to(hidden.dtype))}
+        hidden: Tensor = self.embed(batch.input_ids)
+        places = (host_of(batch).input_ids == self.image_token_id).nonzero().squeeze(1)
+        features = inputs["features"].to(hidden.dtype)
+        return {"hidden": hidden.index_copy(0, to_device(places, hidden.device), features)}
 
 
 class TinyLanguageLayer(nn.Module):
@@ -141,12 +154,12 @@ class TinyLanguageLayer(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> hidden of the same shape."""
-        lengths = batch.cu_seqlens.diff().tolist()
+        lengths = host_of(batch).cu_seqlens.diff().tolist()
         return {"hidden": self.block(inputs["hidden"], lengths, batch.position_ids)}
 
 
 class TinyHead(nn.Module):
-    """Logits and the sum of the tokens' losses."""
+    """Logits of the tokens whose next one has a label, and the sum of their losses."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -154,8 +167,8 @@ class TinyHead(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> loss, a scalar."""
-        logits = self.head(self.norm(inputs["hidden"]))
-        return {LOSS: loss_sum(logits, batch)}
+        logits_of = nn.Sequential(self.norm, self.head)
+        return {LOSS: labelled_loss(inputs["hidden"], logits_of, host_of(batch))}
 
 
 def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:

@@ -26,6 +26,7 @@ from isobatch.loaders.batch.model_inputs.family import (
     crop_sides,
     image_grids,
 )
+from isobatch.tensors.rotary_positions import image_runs
 
 
 def _gemma3_masks(batch: MicroBatch, config: Any) -> Arguments:
@@ -92,11 +93,7 @@ def _earlier(batch: MicroBatch) -> Tensor:
 def _same_image(batch: MicroBatch, config: Any) -> Tensor:
     """Whether two tokens are of one run of image tokens: (tokens, tokens)."""
     is_image = batch.input_ids == config.image_token_id
-    begins = is_image.clone()
-    begins[1:] &= ~is_image[:-1]
-    starts = batch.cu_seqlens[:-1].long()
-    begins[starts] = is_image[starts]  # a run ends with its sample
-    image = torch.where(is_image, begins.cumsum(0), 0)
+    image = image_runs(is_image, batch.cu_seqlens)
     return torch.logical_and(image[:, None] == image, is_image)
 
 

@@ -8,10 +8,9 @@
 - MiniCPM-V 4.6: the same, with a grid for the whole image and one for each of its slices.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,82 +23,17 @@ from isobatch.loaders.batch.model_inputs.family import (
     image_grids,
     vision_tokens,
 )
+from isobatch.tensors.rotary_positions import video_positions
 
 
-class Run(NamedTuple):
-    """Image tokens that stand next to each other."""
-
-    frames: int
-    rows: int
-    columns: int
-    """Columns, like rows, of merged patches: tokens."""
-    interval: float = 1.0
-    """Positions from one frame to the next."""
-
-
-def mrope_positions(batch: MicroBatch, config: Any) -> Tensor:
+def mrope_positions(batch: MicroBatch, config: Any, *, are_stamped: bool = False) -> Tensor:
     """Text positions, from which samples are told apart, and M-RoPE's three: (4, 1, tokens).
 
-    A video is one run of tokens.
+    A video is one run of tokens; with times in the text (`are_stamped`), each of its frames is.
     """
-    return _positions(batch, config, _runs(batch, config))
-
-
-def _stamped_positions(batch: MicroBatch, config: Any) -> Tensor:
-    """Positions of models with times in the text: each frame of a video is a run by itself."""
-    runs = (Run(1, *run[1:3]) for run in _runs(batch, config) for _ in range(run.frames))
-    return _positions(batch, config, runs)
-
-
-def _runs(batch: MicroBatch, config: Any) -> list[Run]:
-    merge = config.vision_config.spatial_merge_size
-    # Qwen2.5-VL's positions of frames are times; the next frame is the next one with the others
-    scale = getattr(config.vision_config, "tokens_per_second", None)
-    grids = [] if batch.image_grid_thw is None else batch.image_grid_thw.tolist()
-    seconds = [0.0] * len(grids) if batch.video_seconds is None else batch.video_seconds.tolist()
-    return [
-        Run(frames, rows // merge, columns // merge, scale * second if scale and second else 1.0)
-        for (frames, rows, columns), second in zip(grids, seconds, strict=True)
-    ]
-
-
-def _positions(batch: MicroBatch, config: Any, runs: Iterable[Run]) -> Tensor:
-    return torch.cat([batch.position_ids[None], _mrope(batch, config, iter(runs))])[:, None]
-
-
-def _mrope(batch: MicroBatch, config: Any, runs: Iterator[Run]) -> Tensor:
-    """Qwen2-VL's rotary positions (frame, row, column), (3, tokens), from 0 in each sample.
-
-    Text counts up in all three rows. An image starts where the text before it ended, plus frame,
-    row and column of the merged patch; the text after it, after the larger side of a frame (arXiv
-    2409.12191, 2.1).
-    """
-    image_places = vision_tokens(batch, config).nonzero().flatten().tolist()
-    parts = [torch.zeros(3, 0, dtype=torch.long)]
-    taken = 0  # image tokens so far
-    for start, end in pairwise(batch.cu_seqlens.tolist()):
-        place, position = start, 0
-        while place < end:
-            text_end = min(end, image_places[taken]) if taken < len(image_places) else end
-            parts.append(torch.arange(position, position + text_end - place).expand(3, -1))
-            position, place = position + text_end - place, text_end
-            if place < end:
-                run = next(runs)
-                parts.append(position + _grid_places(run))
-                position += max(run.rows, run.columns)
-                place, taken = place + parts[-1].shape[1], taken + parts[-1].shape[1]
-    return torch.cat(parts, dim=1).to(batch.position_ids.device)
-
-
-def _grid_places(run: Run) -> Tensor:
-    """Frame, row and column of each merged patch, frame by frame: (3, tokens)."""
-    places = torch.zeros(3, *run[:3], dtype=torch.long)
-    # in float32, and cut off, as the reference does
-    times = torch.arange(run.frames) * torch.tensor(run.interval, dtype=torch.float32)
-    places[0] = times.long()[:, None, None]
-    places[1] = torch.arange(run.rows)[:, None]
-    places[2] = torch.arange(run.columns)
-    return places.flatten(1)
+    is_vision = vision_tokens(batch, config)
+    positions = video_positions(is_vision, batch, config.vision_config, are_stamped=are_stamped)
+    return torch.cat([batch.position_ids[None], positions])[:, None]
 
 
 def _with_one_kind(batch: MicroBatch, config: Any) -> MicroBatch:
@@ -191,7 +125,7 @@ _MERGED = ModelFamily(
     positions=mrope_positions,
     is_native=True,
 )
-_STAMPED = replace(_MERGED, positions=_stamped_positions)
+_STAMPED = replace(_MERGED, positions=partial(mrope_positions, are_stamped=True))
 _GLM = replace(_STAMPED, images=_glm_images)
 _PIXTRAL = ModelFamily(blank=_blank_pixtral, images=_pixtral_images, is_native=True)
 NATIVE_FAMILIES = {

@@ -9,13 +9,15 @@ import pytest
 
 from isobatch.engine.cost_model.analytical import layer_costs
 from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.engine.cost_model.costs import COLUMNS
 from isobatch.engine.cost_model.layer_list import layers_of
-from isobatch.engine.cost_model.loads import Loads, PhaseLoads
+from isobatch.engine.cost_model.loads import Loads, PhaseLoads, labelled
 from isobatch.engine.cost_model.operations import Attention, MatMul
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 from isobatch.models.flops import ComputeLoad, FlopsModel
+from isobatch.models.layer_bytes import LOSS_CHUNK
 from isobatch.models.presets import load_model
 from support.cases import for_each
 
@@ -256,6 +258,33 @@ def test_more_to_do_never_costs_less(name):
         "sent_bytes",
     ):
         assert (getattr(more, column) >= getattr(less, column)).all()
+
+
+@pytest.mark.parametrize("name", ["internvl_1_5", "qwen2_vl"])
+def test_labels_decide_the_heads_costs_and_no_others(name):
+    model, loads = load_model(name), full(seq_len=16_384)
+    some = replace(loads, labels=labelled(loads.llm.tokens * 6 // 100))
+    whole, less = (layer_costs(model, A100, Parallelism(), own) for own in (loads, some))
+    for column in COLUMNS:
+        assert (getattr(less, column)[:-1] == getattr(whole, column)[:-1]).all()
+    for column in (
+        "forward_ns",
+        "input_grad_ns",
+        "weight_grad_ns",
+        "saved_bytes",
+        "deferred_bytes",
+    ):
+        share = getattr(less, column)[-1] / getattr(whole, column)[-1]
+        assert 0.059 < share < 0.08, column
+    # the input is that of all tokens, and the float32 chunk of the loss has its size in both
+    assert (less.kept_bytes[-1], less.working_bytes[-1]) == (
+        whole.kept_bytes[-1],
+        whole.working_bytes[-1],
+    )
+    few = replace(loads, labels=labelled(np.array([1])))
+    vocabulary = model.dimensions[1].vocab_size
+    chunk = whole.working_bytes[-1] - layer_costs(model, A100, Parallelism(), few).working_bytes[-1]
+    assert chunk == 8 * (LOSS_CHUNK - vocabulary)
 
 
 def test_a_micro_batch_costs_the_same_whatever_the_others_are():

@@ -128,7 +128,7 @@ def test_a_kind_of_layer_is_one_object_and_goes_by_one_phase():
     layers = layers_of(model, TWO)
     assert len(set(layers)) == len(set(kinds(layers))) == 9
     assert phases_of(model)["vision_projector"] == "vision"
-    assert phases_of(model)["head"] == "llm"
+    assert phases_of(model)["head"] == "labels"
 
 
 def test_a_preset_without_dimensions_is_an_error():

@@ -3,7 +3,7 @@
 import numpy as np
 
 from isobatch.common.types import COUNT_COLUMNS, Counts
-from isobatch.engine.cost_model.loads import joined_loads, packed_loads, sample_loads
+from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads, sample_loads
 from isobatch.engine.tuning.pack import pack_in_order
 from isobatch.models.presets import load_model
 from support.costs.linear_costs import mixed_samples
@@ -35,6 +35,13 @@ def test_loads_of_counts_are_those_of_the_model():
     assert loads.llm.tokens.tolist() == [1252, 30]
     assert loads.vision.items.tolist() == [2, 0]
     assert loads.llm.items.tolist() == [1, 1]
+    assert loads.labels.tokens.tolist() == [50, 20]
+    # where labels are not known, and where a trainer computes all logits
+    for unknown in (
+        Loads(vision=loads.vision, audio=loads.audio, llm=loads.llm),
+        loads.all_labelled(),
+    ):
+        assert unknown.labels.tokens.tolist() == [1252, 30]
 
 
 def test_audio_is_cut_into_windows_of_one_clip():

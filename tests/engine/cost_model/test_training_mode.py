@@ -56,5 +56,7 @@ def test_fp32_doubles_activations_of_fused_kernels_and_messages():
         for precision in ("bf16", "fp32")
     )
     for name in ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes"):
-        assert np.abs(getattr(whole, name) - 2 * getattr(half, name)).max() <= 1  # rounded
+        difference = np.abs(getattr(whole, name) - 2 * getattr(half, name))
+        # rounded; but the loss is float32 in both, which are chunks of the head's work
+        assert (difference[:-1] if name == "working_bytes" else difference).max() <= 1
     assert (whole.forward_ns >= half.forward_ns).all()

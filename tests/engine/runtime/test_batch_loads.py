@@ -14,12 +14,21 @@ from isobatch.engine.cost_model.loads import packed_loads, sample_loads
 from isobatch.engine.runtime.batch_loads import batch_loads
 from isobatch.models.presets import load_model
 
-PHASES, QUANTITIES = ("vision", "audio", "llm"), ("tokens", "squares", "items")
+PHASES, QUANTITIES = ("vision", "audio", "llm", "labels"), ("tokens", "squares", "items")
 
 
 def batch(lengths, **more):
     borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    more = {"labels": torch.full((sum(lengths),), -100), **more}
     return SimpleNamespace(cu_seqlens=borders, sample_ids=tuple(map(str, lengths)), **more)
+
+
+def labels_of(counts, samples):
+    """The last tokens of each sample have labels."""
+    labels = []
+    for length, count in zip(counts.seq_len[samples], counts.num_loss_tokens[samples], strict=True):
+        labels += [-100] * int(length - count) + [1] * int(count)
+    return torch.tensor(labels, dtype=torch.int64)
 
 
 def test_micro_batches_of_tiles_bring_what_their_counts_say():
@@ -39,6 +48,7 @@ def test_micro_batches_of_tiles_bring_what_their_counts_say():
         batch(
             (counts.seq_len[groups[group]]).tolist(),
             patches_per_image=torch.from_numpy(patches[groups[group]]),
+            labels=labels_of(counts, groups[group]),
         )
         for group in range(3)
     ]

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from isobatch import ConfigError, chunked_loss, model_inputs
 from isobatch.engine.runtime.cpu_memory import LiveBytes
-from isobatch.loaders.batch import chunked_loss as chunked_module
 from isobatch.loaders.batch.model_inputs import labelled_logits
 from isobatch.loaders.batch.model_inputs._registry import FAMILIES as KNOWN
+from isobatch.tensors import token_loss
 
 transformers = pytest.importorskip("transformers")
 from support.models.family_models import (  # noqa: E402
@@ -212,7 +212,7 @@ def test_losses_of_other_signatures_get_all_logits(qwen):
 def test_the_loss_is_that_of_transformers(dtype, is_shifted, divisor, monkeypatch):
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415
 
-    monkeypatch.setattr(chunked_module, "_CHUNK", 3 * 50)
+    monkeypatch.setattr(token_loss, "LOSS_CHUNK", 3 * 50)
     torch.manual_seed(0)
     source = torch.randn(2, 11, 50).to(dtype)
     labels = torch.randint(0, 50, (2, 11)).masked_fill_(torch.rand(2, 11) < 0.6, -100)
@@ -263,7 +263,7 @@ def test_no_rows_and_wrong_shapes():
 
 def test_no_float32_copy_of_the_logits_lives(monkeypatch):
     rows, vocabulary = 400, 3000
-    monkeypatch.setattr(chunked_module, "_CHUNK", 10 * vocabulary)
+    monkeypatch.setattr(token_loss, "LOSS_CHUNK", 10 * vocabulary)
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(rows, vocabulary).to(dtype).requires_grad_()
         targets = torch.randint(0, vocabulary, (rows,))

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from isobatch.common.errors import ConfigError
+from isobatch.loaders import shift_labels
 from isobatch.loaders.batch.collate import collate
-from isobatch.loaders.batch.micro_batch import shift_labels
 from isobatch.loaders.batch.model_inputs.inputs import (
     BLANK_SAMPLE_ID,
     BORDERS_FOR_ENCODERS,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec
+from isobatch.tensors.token_loss import labelled_loss, shift_labels
 
 IMAGE, VOCAB = 0, 29
 VIT_TOKENS, PATCH_VALUES, VISION, HIDDEN, HEADS = 4, 12, 8, 16, 2
@@ -131,16 +132,19 @@ class LanguageLayer(nn.Module):
 class Head(nn.Module):
     def __init__(self, embedding: Embedding, tied: bool):
         super().__init__()
+        self.all_logits = False  # True to compare with
         self.norm = nn.LayerNorm(HIDDEN)
         self.table = embedding.table if tied else nn.Embedding(VOCAB, HIDDEN)
 
     def forward(self, carry, batch):
-        logits = self.norm(carry["hidden"]) @ self.table.weight.T
-        return {
-            "loss": functional.cross_entropy(
-                logits.float(), batch.labels, ignore_index=-100, reduction="sum"
-            )
-        }
+        hidden = carry["hidden"]
+        if not self.all_logits:
+            return {"loss": labelled_loss(hidden, self.logits, batch)}
+        targets, logits = shift_labels(batch.labels, batch.cu_seqlens), self.logits(hidden).double()
+        return {"loss": functional.cross_entropy(logits, targets, reduction="sum").float()}
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return functional.linear(self.norm(rows), self.table.weight)
 
 
 def make_model(num_vision=3, num_language=4, *, tied=True, dropout=0.0, seed=0) -> LayerStack:

@@ -43,14 +43,14 @@ class Packed:
     loss_weights: Tensor | None = None
 
 
-def packed(seed, length=160, tiles=6):
-    """One sample; equally large ones for all seeds."""
+def packed(seed, length=160, tiles=6, num_labels=60):
+    """One sample, whose last tokens have labels; equally large ones for all seeds."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCAB, (length,), generator=generator)
     ids[: 4 * tiles] = IMAGE
     return Packed(
         input_ids=ids,
-        labels=ids,
+        labels=ids.where(torch.arange(length) >= length - num_labels, -100),
         position_ids=torch.arange(length),
         cu_seqlens=torch.tensor([0, length]),
         pixel_values=torch.randn(tiles, 3, 56, 56, generator=generator),
@@ -84,8 +84,8 @@ def tiny():
 
 def profile_mode(said, mode):
     """On the ranks of one pipeline: the profile of the model in a mode."""
-    preset, sizes = tiny(), ((160, 6), (120, 4), (80, 2))
-    batches = [packed(seed, length, tiles) for seed, (length, tiles) in enumerate(sizes)]
+    preset, sizes = tiny(), ((160, 6, 20), (120, 4, 110), (80, 2, 50), (160, 6, 100))
+    batches = [packed(seed, *size) for seed, size in enumerate(sizes)]
     torch.manual_seed(0)
     model = make_tiny_vlm(preset, VOCAB, IMAGE)
     pipeline = Pipeline(model, BORDERS, [False] * 8, [list(range(PP))], PipelineOptions(mode=mode))

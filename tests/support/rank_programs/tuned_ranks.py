@@ -52,13 +52,13 @@ def stated_profile(path, vision_us=900):
     sizes = np.arange(0, 200, 20)
     loads = Loads.constant(1, images=1, vit_tokens_per_image=17, seq_len=1)
     loads = loads.take(np.zeros(len(sizes), np.int64))
-    for phase, scale in (("vision", 4), ("llm", 1)):
+    for phase, scale in (("vision", 4), ("llm", 1), ("labels", 1)):
         getattr(loads, phase).tokens[:] = scale * sizes
         getattr(loads, phase).squares[:] = scale * sizes * 17
         getattr(loads, phase).items[:] = sizes
     layers = layers_of(load_model("tiny"), Parallelism())
     kinds = tuple(layer.kind for layer in layers)
-    each_us = {"vision": vision_us, "llm": LLM_US}
+    each_us = {"vision": vision_us, "llm": LLM_US, "labels": LLM_US}
     forward = np.array(
         [
             1_000 * FIXED_US + each_us[PHASES[kind]] * getattr(loads, PHASES[kind]).tokens

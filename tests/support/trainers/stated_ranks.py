@@ -9,7 +9,7 @@ from support.trainers.family_ranks import train
 
 FIXED_NS = 50_000
 """Of a layer, for each micro-batch."""
-TOKEN_NS = {"vision": 4_000, "llm": 2_000}
+TOKEN_NS = {"vision": 4_000, "llm": 2_000, "labels": 2_000}
 """Of a layer, for each token: with a vision encoder that is worth encoding ahead."""
 BORDERS = "0,5,9"
 """Of InternVL: vision and projector, then the language model."""

@@ -14,11 +14,12 @@ import transformers
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.runtime.models.image_grids import patch_positions, rotary_positions
+from isobatch.engine.runtime.models.image_grids import patch_positions
 from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.runtime.models.weights import names_of, state_dict_of
 from isobatch.engine.runtime.pipeline import PipelineOptions
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.tensors.rotary_positions import rotary_positions
 from support.cases import record
 from support.models.tiny_models import IMAGE, NAMES, make_batch, make_model, run_alone
 from support.rank_programs.model_ranks import STEPS, ModelCase, run_model_cases
