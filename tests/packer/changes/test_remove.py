@@ -54,6 +54,13 @@ def test_removed_samples_are_in_no_file_and_all_others_are_as_they_were(packed):
     assert (report.num_read, report.num_packed) == (FIRST - 4, FIRST - 5)
 
 
+def test_nothing_of_them_is_between_the_columns_of_other_groups(packed):
+    gone = [f"id-{number:03d}" for number in (55, 77, 91, 92, 103, 107, 122, 124, 130, 141)]
+    remove(packed, gone)
+    content = bytes_of(packed)
+    assert not [name for name in gone if name.encode() in content]
+
+
 def test_groups_keep_the_caps_when_most_samples_go(packed):
     manifest = read_manifest(packed)
     everything = sorted(by_sample(packed))
