@@ -13,6 +13,7 @@ from isobatch.packer.build import CUT_NAME, Builder
 from isobatch.packer.build_dir import plain, totals_of
 from isobatch.packer.changes.target import (
     Target,
+    changed_meanwhile,
     changed_values,
     new_tables,
     next_partition,
@@ -120,6 +121,8 @@ class Adder:
                 # a share on another machine may have completed it, and removed what it is made of
                 if now.hash == base.hash:
                     raise
+            if entry not in now.values.get("added", []):
+                raise changed_meanwhile(config.out)
             return self._had(now)
 
     def _entry(self, base: Manifest, dataset: Dataset) -> dict[str, Any]:
