@@ -190,3 +190,9 @@ def test_ids_are_lines_or_a_json_list(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(["x y", 5]))
     assert read_ids(tmp_path / "a.txt") == ("x y", "z")
     assert read_ids(tmp_path / "a.json") == ("x y", "5")
+    # ids are any texts, and what was not found by its id was said to be absent
+    odd = [" blanks ", "a\nb", "x\x85y", "ü\u2028ü", "#3"]
+    (tmp_path / "odd.txt").write_text(json.dumps(odd))
+    assert read_ids(tmp_path / "odd.txt") == tuple(odd)
+    (tmp_path / "lines.txt").write_text("\ufeffx\x85y\r\nü\u2028ü\n", newline="")
+    assert read_ids(tmp_path / "lines.txt") == ("x\x85y", "ü\u2028ü")
