@@ -349,6 +349,7 @@ class Builder:
                 )
                 if results is not None:
                     results.remove()
+                self.publisher.forget()
             else:
                 self.staging.remove()
             stage.count(num_shards)

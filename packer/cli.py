@@ -154,7 +154,7 @@ def add(
         print_line(f"{read} read: {addition.totals['num_packed']:,} added in {new_groups}")
         _print_rejected(addition.rejected)
     else:
-        print_line(f"{out} has this data already; nothing to do")
+        print_line(f"{out} has had this data already; nothing to do")
     _print_totals(out, addition.manifest)
 
 
@@ -212,6 +212,8 @@ def remove(
         print_line(f"removed {removed}, and {result.num_rejected:,} rejected: {groups}, {shards}")
     else:
         print_line(f"none of these samples is in {out}; nothing to do")
+    if result.num_unknown and (result.num_samples or result.num_rejected):
+        print_line(f"note: {result.num_unknown:,} of the ids or sources are of no sample")
     _print_totals(out, result.manifest)
 
 

@@ -74,9 +74,10 @@ class Publisher:
     def upload_tables(self) -> None:
         """Upload the tables that counting alone leaves, and remove the work folder."""
         self._upload(COUNTS_NAME, REJECTED_NAME)
+        self.forget()
 
     def publish(self, names: Sequence[str]) -> None:
-        """Upload the files `names`, the report and the manifest; remove the work folder."""
+        """Upload the files `names`, the report and the manifest; `forget` is the caller's."""
         write_html(make_report(self.folder), self.folder / REPORT_NAME)
         self._upload(*names, REPORT_NAME, MANIFEST_NAME)
 
@@ -89,7 +90,6 @@ class Publisher:
     def _upload(self, *names: str) -> None:
         for name in names:
             self._bucket.put(name, self.folder / name)
-        self.forget()
 
     @property
     def _bucket(self) -> "ObjectFolder":

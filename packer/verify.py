@@ -23,7 +23,7 @@ from isobatch.counting.headers.video_header import read_video_header
 from isobatch.counting.records.media import Media, SampleProblem, open_media
 from isobatch.models.audio_tokens import resampled_length
 from isobatch.packer.changes.sample_names import SampleNames, ids_in_shard
-from isobatch.packer.changes.target import unfinished_change
+from isobatch.packer.changes.target import leftovers, unfinished_change
 from isobatch.packer.format_text import counted
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.write.energon_files import check_energon_files
@@ -106,6 +106,9 @@ def verify_build(
             problems += _check_tables(tables_folder, root, manifest)
         if absent is not None:
             problems += _check_absent(tables_folder, root, manifest, absent, pool)
+            names = [name for name in leftovers(root, manifest) if not name.startswith("shards/")]
+            what = "is of a change that was not finished, and may have them: run that again"
+            problems += [f"{name}: {what}" for name in names]
     num_media = 0
     if media and not problems:
         with (

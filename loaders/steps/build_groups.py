@@ -128,6 +128,19 @@ class StoredGroups(BuildTable):
         return _sum_weights(build.samples.column("num_loss_tokens"), weights)
 
 
+class LaterGroups(StoredGroups):
+    """Stored groups of a build, of which those are used that it has got since it was `before`."""
+
+    def __init__(self, build: PlannedBuild, before: PlannedBuild, number: int) -> None:
+        super().__init__(build, number)
+        self._before = StoredGroups(before, number)
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels, if all groups were as the later ones are."""
+        later = super().label_weights(weights) - self._before.label_weights(weights)
+        return later * len(self) / max(1, len(self) - len(self._before))
+
+
 class SampleGroups(BuildTable):
     """Any groups of builds' samples, which are numbered in stored order, build after build."""
 
@@ -322,9 +335,9 @@ class BuildSource(ShuffledSource):
         """
         build = self.build
         if self._chosen is None:
-            return StoredGroups(build, self._number), np.arange(
-                build.manifest.num_groups
-            ) >= num_groups
+            before = EarlierBuild(build, num_groups, num_samples)
+            is_later = np.arange(build.manifest.num_groups) >= num_groups
+            return LaterGroups(build, before, self._number), is_later
         is_new = np.arange(len(self._chosen)) >= num_samples
         return SampleGroups([build], pack_chosen(build, self._chosen & is_new), self._number), None
 

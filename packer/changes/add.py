@@ -13,6 +13,7 @@ from isobatch.packer.build import CUT_NAME, Builder
 from isobatch.packer.build_dir import plain, totals_of
 from isobatch.packer.changes.target import (
     Target,
+    changed_meanwhile,
     changed_values,
     new_tables,
     next_partition,
@@ -96,7 +97,8 @@ class Adder:
         with builder.dataset() as dataset:
             base = read_manifest(config.out)  # now that nobody changes it
             entry = self._entry(base, dataset)
-            if entry in base.values.get("added", []):
+            first = {name: base.values[name] for name in entry}
+            if _data(entry) in map(_data, [first, *base.values.get("added", [])]):
                 return self._had(base)
             key = builder.identity.key(dataset, base.hash)
             results = Results(builder.place, key)
@@ -120,6 +122,8 @@ class Adder:
                 # a share on another machine may have completed it, and removed what it is made of
                 if now.hash == base.hash:
                     raise
+            if entry not in now.values.get("added", []):
+                raise changed_meanwhile(config.out)
             return self._had(now)
 
     def _entry(self, base: Manifest, dataset: Dataset) -> dict[str, Any]:
@@ -162,6 +166,13 @@ class Adder:
         return Addition(
             is_new=True, totals=totals, rejected=count_rejected(rejected), manifest=manifest
         )
+
+
+def _data(entry: dict[str, Any]) -> list[Any]:
+    """What says whether data is the same, of what the manifest says of it."""
+    config = entry["config"]
+    keys = ("parts", "num_samples", "limit", "map", "reading")
+    return [entry["raw_files"], *(config.get(key) for key in keys)]
 
 
 def _decisions(base: Manifest) -> Decisions:

@@ -3,6 +3,7 @@
 On one file system shards are linked, in one bucket copied by the store. Nothing is packed again.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.plain_values import write_text
 from isobatch.counting.records.fields import join_never_read
-from isobatch.packer.build_dir import ELSEWHERE, write_energon_indexes
-from isobatch.packer.changes.target import Target, sum_totals
+from isobatch.packer.build_dir import BUILDING_NAME, write_energon_indexes
+from isobatch.packer.changes.target import MARKER, Target, sum_totals
 from isobatch.packer.partitions.join import build_as_part
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.write.energon_files import META_NAMES
@@ -32,6 +34,7 @@ from isobatch.shards.object_store import split_uri
 COPIES_AT_ONCE = 8
 _EQUAL = ("format", "model", "tokenizer", "limits", "extras", "has_videos", "data_root")
 """What builds that become one must have in common, by its key in the manifest."""
+_ELSEWHERE = "choose another --out"
 _ADVICE = "give both to one loader instead, which mixes builds"
 
 
@@ -60,9 +63,10 @@ def merge_builds(
             if there.values["config"].get("merged") == merged_of:
                 target.clean(there)
                 return there
-            raise DataError(f"{out} is a finished build of other data or settings: {ELSEWHERE}")
+            raise DataError(f"{out} is a finished build of other data or settings: {_ELSEWHERE}")
         if target.publisher:
-            target.publisher.claim()
+            target.publisher.claim(otherwise=_ELSEWHERE)
+        _begin(target, merged_of)
         names = _bring_shards(bases, target, progress)
         parts = [build_as_part(base) for base in bases]
         with progress.stage("finish", None, unit="shards") as stage:
@@ -76,6 +80,19 @@ def merge_builds(
             manifest = target.finish(values, META_NAMES if is_energon else ())
             stage.count(len(manifest.shards))
     return manifest
+
+
+def _begin(target: Target, merged_of: list[str]) -> None:
+    """Begin a merge or go on with it. DataError for a place that holds anything else."""
+    marker, identity = target.staging / MARKER, json.dumps({"merged": merged_of})
+    if marker.exists() and marker.read_text("utf-8") == identity:
+        return
+    names = [info.name for info in open_folder(target.place, follow_links=True).files()]
+    if others := [name for name in names if name != BUILDING_NAME]:
+        holds = f"{target.place} holds {', '.join(others[:3])}, and a merge would remove them"
+        raise DataError(f"{holds}: {_ELSEWHERE}")
+    target.staging.mkdir(parents=True, exist_ok=True)
+    write_text(marker, identity)
 
 
 def require_alike(first: Manifest, other: Manifest) -> None:
@@ -166,6 +183,7 @@ def _values(
         for shard, name in zip(base.values["shards"], new_names, strict=True)
     ]
     never_read = join_never_read(base.values.get("never_read", {}) for base in bases)
+    removed = sum(base.values.get("removed", 0) for base in bases)
     left_out = ("format_version", "content_hash", "tables", "generation", "never_read")
     sizes = {"num_groups": bases[0].num_groups, "num_packed": bases[0].num_packed}
     earlier = [*first.get("earlier", []), {"manifest_hash": bases[0].hash, **sizes, "tables": ""}]
@@ -180,4 +198,5 @@ def _values(
         "totals": sum_totals([base.values["totals"] for base in bases]),
         "shards": shards,
         **({"never_read": never_read} if never_read else {}),
+        **({"removed": removed} if removed else {}),
     }

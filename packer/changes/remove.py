@@ -58,6 +58,8 @@ class Removal:
     """Samples that were packed, copies included."""
     num_rejected: int
     """Rejected samples whose rows are gone."""
+    num_unknown: int
+    """Ids and sources that are of no sample."""
     num_groups: int
     """Groups that were packed again, or are gone."""
     num_shards: int
@@ -131,6 +133,7 @@ class _Change:
         return Removal(
             num_samples=self._base.num_packed - manifest.num_packed,
             num_rejected=int(np.count_nonzero(self.is_gone_rejected)),
+            num_unknown=self._names.unknown([self._counts, self._rejected]),
             num_groups=int(np.count_nonzero(self._is_torn)),
             num_shards=len(self._torn_shards),
             manifest=manifest,

@@ -109,7 +109,9 @@ def _write(task: RewriteTask, root: Folder, path: Path) -> list[ByteRange]:
     table = pa.Table.from_batches([one for of in batches for one in of], schema).combine_chunks()
     for group_parts in task.groups:
         if group_parts[0].place is None:
-            ranges.append(writer.add_rows(rows_of(group_parts[0])))
+            # copied, for between its columns a stored group has bytes of the next one
+            rows = rows_of(group_parts[0])
+            ranges.append(writer.add_rows(rows.take(pa.array(range(len(rows))))))
             continue
         group = table.take(pa.array([row_of[part] for part in group_parts]))
         ranges.append(writer.add_rows(group.combine_chunks().to_batches()[0]))

@@ -2,7 +2,7 @@
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from isobatch.shards.manifest import TAR_FORMATS, Manifest
 
 _COPY = r"#\d+$"
 """End of the ids of further samples of one id, `ID#2`."""
+_LIST = ('["', "[\n")
+"""How a JSON list of ids begins, whatever the file's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +41,37 @@ class SampleNames:
             is_meant = pc.or_(is_meant, pc.is_in(table.column("source"), value_set=sources))
         return np.asarray(is_meant.to_numpy(), np.bool_)
 
+    def unknown(self, tables: Sequence[pa.Table]) -> int:
+        """How many of the ids and sources no row of the tables has."""
+        known: set[str] = set()
+        for table in tables:
+            rows = table.filter(pa.array(self.among(table)))
+            names = rows.column("sample_id")
+            for column in (names, pc.replace_substring_regex(names, _COPY, "")):
+                known.update(column.to_pylist())
+        sources = {
+            name for table in tables for name in pc.unique(table.column("source")).to_pylist()
+        }
+        return len({*self.ids} - known) + len({*self.sources} - sources)
+
 
 def read_ids(path: Path) -> tuple[str, ...]:
-    """The ids in a file: one per line, or a JSON list. ConfigError if there are none."""
+    """The ids in a file: one per line, or a JSON list. ConfigError if there are none.
+
+    Of lines blanks at the ends are left out, and of a JSON list nothing is.
+    """
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {first_line(error)}") from None
-    values: Any = text.splitlines()
-    if path.suffix == ".json":
+    text = text.removeprefix("\ufeff")  # what editors of Windows begin a file with
+    # not `splitlines`: ids may have other characters that end a line
+    values: Any = [line.strip() for line in text.split("\n") if line.strip()]
+    if path.suffix == ".json" or text.lstrip().startswith(_LIST):
         values = parse_json(text, f"{path}: not a list of ids", ConfigError)
-        if not isinstance(values, list):
+        if not isinstance(values, list) or {type(value) for value in values} - {str, int}:
             raise ConfigError(f"{path}: not a list of ids; give one id per line, or a JSON list")
-    ids = tuple(dict.fromkeys(str(value).strip() for value in values if str(value).strip()))
+    ids = tuple(dict.fromkeys(map(str, values)))
     if not ids:
         raise ConfigError(f"{path}: no ids in it; give one id per line, or a JSON list")
     return ids

@@ -15,13 +15,31 @@ from typing import Any
 
 from isobatch.common.errors import DataError
 from isobatch.common.plain_values import write_text
-from isobatch.packer.build_dir import BUILDING_NAME, TABLE_NAMES, describe_file, locked
+from isobatch.packer.build_dir import (
+    BUILDING_NAME,
+    REPORT_NAME,
+    TABLE_NAMES,
+    describe_file,
+    locked,
+)
 from isobatch.packer.partitions.join import BuildPart, join_build
 from isobatch.packer.partitions.run import alone_in
 from isobatch.packer.report.figures import make_report
 from isobatch.packer.upload import Publisher, save_html
-from isobatch.shards.folders import is_uri, naming_full_disk, open_folder, open_object_folder
-from isobatch.shards.manifest import TABLES, Manifest, read_manifest, write_manifest
+from isobatch.shards.folders import (
+    Folder,
+    is_uri,
+    naming_full_disk,
+    open_folder,
+    open_object_folder,
+)
+from isobatch.shards.manifest import (
+    MANIFEST_NAME,
+    TABLES,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 
 MARKER = "build.json"
 """What is being built or changed in a staging folder."""
@@ -75,6 +93,9 @@ class Target:
                 if discard:
                     open_object_folder(self.place).delete([BUILDING_NAME])
                 self.publisher.claim(self.shared, "or add --discard")
+                if read_manifest(self.place).hash != base.hash:  # by another machine, till now
+                    self.publisher.forget()
+                    raise changed_meanwhile(self.place)
             self.sweep(base)
             write_text(marker, json.dumps(wanted))
 
@@ -98,6 +119,8 @@ class Target:
 
         `others`: files to upload that the manifest does not list.
         """
+        # it may name samples that go, and nobody writes it again if this process is killed
+        (self.folder / REPORT_NAME).unlink(missing_ok=True)
         write_manifest(self.folder, values)
         if self.publisher:
             self.publisher.publish([*(file["name"] for file in values["files"]), *others])
@@ -110,29 +133,17 @@ class Target:
     def clean(self, manifest: Manifest) -> None:
         """Remove what the build does not have (any more), and what a change has staged."""
         self.sweep(manifest)
-        shutil.rmtree(self.staging, ignore_errors=True)
-        if self.publisher:
+        if self.publisher:  # not before: another machine may begin the next change then
             self.publisher.forget()
+        shutil.rmtree(self.staging, ignore_errors=True)
 
     def sweep(self, manifest: Manifest) -> None:
         """Remove shards and tables that neither this build has nor readers of earlier ones need."""
-        root = open_folder(self.place, follow_links=True)
-        wanted = {file.name for file in (*manifest.shards, *manifest.files)}
-        earlier = manifest.values.get("earlier", [])[-KEPT_TABLES:]
-        wanted |= {str(PurePosixPath(of["tables"], name)) for of in earlier for name in TABLE_NAMES}
-        folders = (name for name in ("shards", TABLES, "staging") if root.has_folder(name))
-        names = [info.name for folder in folders for info in root.files(folder)]
-        names += [name for name in root.names() if name in TABLE_NAMES]
-        is_staged = self.publisher is None  # in this folder, and not others' partitions in a bucket
-        unwanted = [
-            name
-            for name in names
-            if name not in wanted and not (is_staged and name.startswith("staging/"))
-        ]
+        unwanted = leftovers(open_folder(self.place, follow_links=True), manifest)
         if self.publisher:
             open_object_folder(self.place).delete(unwanted)
             return
-        for name in unwanted:
+        for name in (name for name in unwanted if not name.startswith("staging/")):
             Path(self.place, name).unlink(missing_ok=True)
         for folder in sorted(Path(self.place, TABLES).glob("*")):
             if not any(folder.iterdir()):
@@ -152,6 +163,26 @@ def _begun(marker: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return begun
+
+
+def leftovers(root: Folder, manifest: Manifest) -> list[str]:
+    """Files of changes that neither the build nor readers of earlier tables need."""
+    wanted = {file.name for file in (*manifest.shards, *manifest.files)}
+    earlier = manifest.values.get("earlier", [])[-KEPT_TABLES:]
+    wanted |= {str(PurePosixPath(of["tables"], name)) for of in earlier for name in TABLE_NAMES}
+    folders = (name for name in ("shards", TABLES, "staging") if root.has_folder(name))
+    names = [info.name for folder in folders for info in root.files(folder)]
+    names += [
+        name
+        for name in root.names()
+        if name in TABLE_NAMES or (name.startswith(f"{MANIFEST_NAME}-") and name.endswith(".tmp"))
+    ]
+    return [name for name in names if name not in wanted]
+
+
+def changed_meanwhile(place: str) -> DataError:
+    """The error for a build that another machine has changed since it was read."""
+    return DataError(f"{place} was changed meanwhile by another machine: run the command again")
 
 
 def changed_values(base: Manifest, tables: str, **changes: Any) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def staged_kinds(staged: Path) -> Kinds:
     """Kinds of the values of the kept columns."""
     with pa.memory_map(str(staged)) as source:
         metadata = pa.ipc.open_file(source).schema.metadata
-    kinds: Kinds = json.loads(metadata[EXTRA_KINDS])
+    kinds: Kinds = json.loads(metadata.get(EXTRA_KINDS, "{}"))  # without a record, without kinds
     return kinds
 
 

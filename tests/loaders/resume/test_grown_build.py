@@ -103,6 +103,22 @@ def test_the_rest_of_an_epoch_has_the_new_data_shuffled_in_and_nothing_twice(bui
 
 
 @pytest.mark.parametrize("added", ["next_epoch", "now"])
+@pytest.mark.parametrize("weights", ["token", "square"])
+def test_losses_of_the_rest_are_divided_by_the_labels_that_it_has(builds, added, weights):
+    old, new = builds
+    _, state = begun(old, 3, loss_weights=weights)
+    with resumed(new, state, added=added, loss_weights=weights) as loader:
+        steps = list(loader)
+    divisors = sum(float(step[0].loss_normalizer) for step in steps)
+    total = 0.0
+    for batch in (batch for step in steps for batch in step):
+        is_label = batch.labels != -100
+        each = is_label if batch.loss_weights is None else batch.loss_weights[is_label]
+        total += float(each.sum())
+    assert divisors == pytest.approx(total, rel=0.03)
+
+
+@pytest.mark.parametrize("added", ["next_epoch", "now"])
 @pytest.mark.parametrize(
     "options", [OPTIONS["plain"], OPTIONS["regroup"]], ids=["plain", "regroup"]
 )

@@ -164,3 +164,18 @@ def test_an_unfinished_change_is_named_and_can_be_given_up(arrow_build, halves):
         require_intact(verify_build(arrow_build, quiet(), workers=1))
     add(halves, arrow_build, discard=True)
     require_intact(verify_build(arrow_build, quiet(), workers=1))
+
+
+def test_data_without_a_record_is_refused_in_one_line(halves, arrow_build, tmp_path):
+    before = digests(arrow_build)
+    write_dataset(tmp_path / "none", [])
+    with pytest.raises((ConfigError, DataError), match="none of the records can be used"):
+        add(tmp_path, arrow_build, "none")
+    assert before.items() <= digests(arrow_build).items()
+
+
+def test_the_data_that_the_build_was_made_of_is_not_added_to_it(halves, arrow_build):
+    before = digests(arrow_build)
+    assert not add(halves, arrow_build, "first").is_new
+    assert digests(arrow_build) == before
+    assert add(halves, arrow_build, "first", limit=20).is_new

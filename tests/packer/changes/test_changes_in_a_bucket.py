@@ -8,9 +8,12 @@ import pytest
 
 from isobatch.common.errors import DataError
 from isobatch.loaders import StreamingLoader
+from isobatch.packer.changes import add as add_module
+from isobatch.packer.changes import remove as remove_module
 from isobatch.packer.changes.merge import merge_builds
 from isobatch.packer.changes.remove import remove_samples
 from isobatch.packer.changes.sample_names import SampleNames
+from isobatch.packer.changes.target import Target
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import read_manifest
 from support.builds.packed import digests, quiet
@@ -88,4 +91,36 @@ def test_a_change_that_another_machine_began_is_named(
     with pytest.raises(DataError, match=r"unfinished build of elsewhere.*or add --discard"):
         add(halves, build_in_bucket)
     assert add(halves, build_in_bucket, discard=True).is_new
+    assert "building.json" not in listed(s3, build_in_bucket)
+
+
+def test_a_change_by_another_machine_at_the_same_time_is_neither_lost_nor_said_to_be_done(
+    s3, build_in_bucket, halves, tmp_path, monkeypatch
+):
+    old = read_manifest(build_in_bucket)
+    add(halves, build_in_bucket, work_dir=str(tmp_path / "one"))
+    grown = listed(s3, build_in_bucket)
+    # the other machine had read the manifest before
+    for change in (
+        lambda: add(halves, build_in_bucket, "first", limit=20, work_dir=str(tmp_path / "two")),
+        lambda: remove_samples(build_in_bucket, GONE, quiet(), workers=1),
+    ):
+        with monkeypatch.context() as patch:
+            for module in (add_module, remove_module):
+                patch.setattr(module, "read_manifest", lambda place: old)
+            with pytest.raises(DataError, match="was changed meanwhile by another machine"):
+                change()
+        assert listed(s3, build_in_bucket) == grown
+
+
+def test_a_run_killed_after_the_manifest_leaves_no_mark(s3, build_in_bucket, halves, monkeypatch):
+    def killed(target, manifest):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "clean", killed)
+        with pytest.raises(KeyboardInterrupt):
+            add(halves, build_in_bucket)
+    assert "building.json" in listed(s3, build_in_bucket)
+    assert not add(halves, build_in_bucket).is_new
     assert "building.json" not in listed(s3, build_in_bucket)

@@ -27,14 +27,15 @@ def test_add_remove_and_verify_say_what_they_did(run, arrow_build, new_data, tmp
     assert "rejected 1, marker_without_image" in printed
     assert f"{arrow_build} has 238 samples in" in printed
     _, printed, _ = run("add", arrow_build, *new_data)
-    assert "has this data already; nothing to do" in printed
+    assert "has had this data already; nothing to do" in printed
     ids = tmp_path / "ids.txt"
-    ids.write_text("id-003\nid-200\n")
+    ids.write_text("id-003\nid-200\nid-999\n")
     status, _, error = run("verify", arrow_build, "--absent", ids)
     assert status == 1
     assert "has 2 samples that must be absent" in error
     _, printed, _ = run("remove", arrow_build, "--ids", ids)
     assert "removed 2 samples, and 0 rejected: 2 groups, 2 shards" in printed
+    assert "note: 1 of the ids or sources are of no sample" in printed
     status, printed, _ = run("verify", arrow_build, "--absent", ids)
     assert status == 0
     assert "absent: no sample of these ids is in a table or a shard" in printed

@@ -106,3 +106,28 @@ def test_builds_that_cannot_be_one_are_refused(first_builds, halves, tmp_path):
     second = pack(halves, tmp_path / "second", "new", keep_columns=("score",), seed=1)
     with pytest.raises(DataError, match="is a finished build of other data"):
         merge_builds([str(second), str(copied)], arrow, quiet())
+
+
+def test_a_place_that_holds_anything_else_is_left_as_it_is(first_builds, halves, tmp_path):
+    second = str(pack(halves, tmp_path / "second", "new", keep_columns=("score",)))
+    first, out = str(first_builds["arrow"]), tmp_path / "out"
+    (out / "shards").mkdir(parents=True)
+    (out / "shards" / "mine.txt").write_text("of a user")
+    with pytest.raises(DataError, match=r"holds shards/mine\.txt, and a merge would remove them"):
+        merge_builds([first, second], str(out), quiet())
+    assert (out / "shards" / "mine.txt").read_text() == "of a user"
+    # what is left of another merge: a shard of the same name and size may be another one
+    (out / "shards" / "mine.txt").unlink()
+    shard = read_manifest(first).shards[0]
+    (out / "shards" / "shard-00000-00000.arrow").write_bytes(bytes(shard.size))
+    with pytest.raises(DataError, match="choose another --out"):
+        merge_builds([first, second], str(out), quiet())
+
+
+def test_removed_samples_of_all_builds_are_counted(first_builds, halves, tmp_path):
+    first = shutil.copytree(first_builds["arrow"], tmp_path / "first")
+    second = pack(halves, tmp_path / "second", "new", keep_columns=("score",))
+    remove_samples(str(first), SampleNames(ids=("id-003",)), quiet(), workers=1)
+    remove_samples(str(second), SampleNames(ids=("id-200", "id-201")), quiet(), workers=1)
+    out = merge_builds([str(first), str(second)], str(tmp_path / "out"), quiet())
+    assert out.values["removed"] == 3

@@ -1,6 +1,7 @@
 """`packer remove`: samples leave a build and every file of it, and nothing else does."""
 
 import json
+import shutil
 
 import pytest
 
@@ -8,7 +9,9 @@ from isobatch.balance.rng import random_permutation
 from isobatch.common.errors import ConfigError, DamagedShard, DataError
 from isobatch.packer.changes.remove import remove_samples
 from isobatch.packer.changes.sample_names import SampleNames, read_ids
+from isobatch.packer.changes.target import Target
 from isobatch.packer.report.figures import make_report
+from isobatch.packer.upload import save_html
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import read_manifest
 from support.builds.packed import digests, quiet, read_index
@@ -52,6 +55,37 @@ def test_removed_samples_are_in_no_file_and_all_others_are_as_they_were(packed):
     assert not [name for name in gone if name.encode() in content]
     report = make_report(packed)
     assert (report.num_read, report.num_packed) == (FIRST - 4, FIRST - 5)
+
+
+def test_nothing_of_them_is_between_the_columns_of_other_groups(packed):
+    gone = [f"id-{number:03d}" for number in (55, 77, 91, 92, 103, 107, 122, 124, 130, 141)]
+    remove(packed, gone)
+    content = bytes_of(packed)
+    assert not [name for name in gone if name.encode() in content]
+
+
+def test_what_a_killed_change_left_is_no_proof_and_goes_with_the_next_run(arrow_build, monkeypatch):
+    save_html(make_report(arrow_build), str(arrow_build))
+    assert b"secret of id-000" in (arrow_build / "report.html").read_bytes()
+    shutil.copy(arrow_build / "manifest.json", arrow_build / "manifest.json-0123.tmp")
+
+    def only_shards(target, manifest):
+        names = {file.name for file in manifest.shards}
+        for path in (arrow_build / "shards").iterdir():
+            if f"shards/{path.name}" not in names:
+                path.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "clean", only_shards)
+        with pytest.raises(KeyboardInterrupt):
+            remove(arrow_build, ["id-000"])
+    assert read_manifest(arrow_build).values["removed"] == 1
+    with pytest.raises(DamagedShard, match=r"sample_ids\.arrow: is of a change that was not fini"):
+        verify_absent(arrow_build, ["id-000"])
+    assert remove(arrow_build, ["id-000"]).num_samples == 0
+    verify_absent(arrow_build, ["id-000"])
+    assert b"id-000" not in bytes_of(arrow_build)
 
 
 def test_groups_keep_the_caps_when_most_samples_go(packed):
@@ -155,3 +189,9 @@ def test_ids_are_lines_or_a_json_list(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(["x y", 5]))
     assert read_ids(tmp_path / "a.txt") == ("x y", "z")
     assert read_ids(tmp_path / "a.json") == ("x y", "5")
+    # ids are any texts, and what was not found by its id was said to be absent
+    odd = [" blanks ", "a\nb", "x\x85y", "ü\u2028ü", "#3"]
+    (tmp_path / "odd.txt").write_text(json.dumps(odd))
+    assert read_ids(tmp_path / "odd.txt") == tuple(odd)
+    (tmp_path / "lines.txt").write_text("\ufeffx\x85y\r\nü\u2028ü\n", newline="")
+    assert read_ids(tmp_path / "lines.txt") == ("x\x85y", "ü\u2028ü")
