@@ -84,11 +84,13 @@ class BuildFile:
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> "BuildFile":
         """The file of an entry of the manifest."""
-        batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
-        name, checksum = (_of_type(entry, key, str) for key in ("name", "xxh3_128"))
-        size = _of_type(entry, "size", int)
-        types = _of_type({"types": {}} | entry, "types", dict)
-        return cls(name=name, size=size, checksum=checksum, batches=batches, types=types)
+        return cls(
+            name=_of_type(entry, "name", str),
+            size=_of_type(entry, "size", int),
+            checksum=_of_type(entry, "xxh3_128", str),
+            batches=tuple(map(BatchRange.from_json, entry.get("batches", ()))),
+            types=_of_type(entry, "types", dict) if "types" in entry else {},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the manifest."""
@@ -237,7 +239,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         version, shard_format = values["format_version"], values.get("format")
         if version in READ_VERSIONS and shard_format in SHARD_FORMATS:
             rest = {name: value for name, value in values.items() if name != "content_hash"}
-            if values.get("content_hash", hash_json(rest)) != hash_json(rest):
+            if "content_hash" in values and values["content_hash"] != hash_json(rest):
                 what = "its content is not what its content_hash says"
                 raise DamagedShard(f"{path}: damaged or edited: {what}")
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)
