@@ -63,9 +63,7 @@ def repeat_build(base: Path, out: Path, num_groups: int) -> int:
     rows = out / "rows.arrow"
     figures = join_parts([part], rows)
     number = max(1, round(num_groups / figures.num_groups))
-    merge_index(
-        [rows] * number, [figures] * number, [copies * len(manifest.shards)] * number, out
-    )
+    merge_index([rows] * number, [figures] * number, [copies * len(manifest.shards)] * number, out)
     part.unlink()
     rows.unlink()
     values = json.loads((base / MANIFEST_NAME).read_text("utf-8"))

@@ -4,7 +4,8 @@ Rejections come from counting, the caps and writing; `rejected.parquet` holds al
 pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,33 @@ def read_table(path: Path) -> pa.Table:
     """Read a Parquet table; DataError if it is missing or damaged."""
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    try:
+    with _reading(path):
         return pq.read_table(path)
+
+
+def read_row_groups(path: Path, numbers: Sequence[int] | None = None) -> Iterator[pa.Table]:
+    """Row groups of a Parquet table one by one (None: all); DataError as `read_table`."""
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    with _reading(path), pq.ParquetFile(path) as file:
+        for number in range(file.num_row_groups) if numbers is None else numbers:
+            yield file.read_row_group(number)
+
+
+def row_group_sizes(path: Path) -> list[int]:
+    """Rows of each row group of a Parquet table; DataError as `read_table`."""
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    with _reading(path):
+        metadata = pq.read_metadata(path)
+    return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors of a table as DataError."""
+    try:
+        yield
     except FileNotFoundError:
         what = "is it the output of `packer build` or `packer group`?"
         raise DataError(f"no {path.name} in {path.parent}: {what}") from None
