@@ -147,8 +147,8 @@ def written(counts: pa.Table, found: Grouping, folder: Path, dp: int) -> Report:
 
 def memory(numbers: list[int]) -> Table:
     table = Table(title="joining partitions of a million samples")
-    heads = "samples", "peak memory", "over the first", "read per sample", "seconds"
-    for name in (*heads, "report: peak", "seconds"):
+    heads = "samples", "peak memory", "over the first", "read per sample", "CPU s"
+    for name in (*heads, "report: peak", "CPU s"):
         table.add_column(name, justify="right")
     first = 0
     with TemporaryDirectory() as folder:
@@ -172,7 +172,7 @@ def memory(numbers: list[int]) -> Table:
 
 
 def run_child(what: str, folder: str, number: int) -> list[str]:
-    """Seconds and peak memory in KiB of a process."""
+    """CPU seconds and peak memory in KiB of a process."""
     command = [sys.executable, __file__, what, folder, str(number)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -239,7 +239,7 @@ def join(folder: Path, number: int) -> None:
     packed = PackedPartition.from_json((folder / "packed.json").read_text())
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    started = time.perf_counter()
+    started = time.process_time()
     join_partitions(Same(str(folder), ""), [packed] * number, out)
     assert all(Path(out, name).exists() for name in TABLES)
     print_used(started)
@@ -259,14 +259,14 @@ def join(folder: Path, number: int) -> None:
 
 
 def report(folder: Path) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert make_report(folder / "out").num_packed % MILLION
     print_used(started)
 
 
 def print_used(started: float) -> None:
-    """Seconds, and the peak memory of this process in KiB."""
-    print(time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    """CPU seconds since then, and the peak memory of this process in KiB."""
+    print(time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 if __name__ == "__main__":
