@@ -1,7 +1,7 @@
 """What a rank needs to open a build of up to 300 million groups and to begin it.
 
     python benchmarks/scale.py [--groups 1000000 300000000] [--dp 8 64 512] [--work FOLDER]
-        [--mixture 100000000]
+        [--mixture 100000000] [--base BUILD]
 
 Generates builds of so many groups (`scale_index.py`: the packer's own index, whose rows repeat
 those of a real build) and opens each as the last of `--dp` ranks with the loader that users have,
@@ -66,7 +66,7 @@ def main() -> int:
         print(json.dumps(CHILDREN[options.child](options)))
         return 0
     with tempfile.TemporaryDirectory(dir=options.work) as work:
-        base = pack_base(Path(work), options.samples)
+        base = options.base or pack_base(Path(work), options.samples)
         heads = ("groups", "ranks", "balance", *COLUMNS, "memory MB", "mapped MB")
         table = new_table("A rank begins: seconds", heads)
         for number in options.groups:
@@ -98,7 +98,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--mixture", type=int, default=0)
     parser.add_argument("--work", help="folder of the builds; 35 bytes per group")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of the build repeated")
+    parser.add_argument("--base", type=Path, help="the build to repeat; default: one is packed")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of the build that is packed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--places", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--rank-balance", nargs=2, type=float, help=argparse.SUPPRESS)

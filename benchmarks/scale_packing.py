@@ -79,6 +79,8 @@ class Rates:
     samples: int = 0
     bytes: int = 0
     peak_mb: float = 0.0
+    cut_mb: float = 0.0
+    """Of annotations that were cut."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -116,6 +118,8 @@ def main() -> int:
         cells.append(f"{of.samples / sum(of.wall['all']):,.0f}")
         table.add_row(name, *cells, f"{of.relative.std():.1%}", f"{of.peak_mb:,.0f}")
     console.print(table)
+    images = rates["images, disk"]
+    console.print(f"cutting a JSON array: {images.cut_mb / images.cpu['cut'][0]:,.0f} MB/s")
     console.print(simulated(rates["images, disk"], options.join_s_per_million))
     return 0
 
@@ -159,15 +163,17 @@ def pack(raw: Path, out: str, options: argparse.Namespace, local: Path | None = 
     )
     builder = Builder(config)
     with builder._dataset() as dataset:
-        cut = cut_dataset(dataset, config.partition_samples, config.seed)
+        rates = Rates()
+        with rates.stage("cut"):
+            cut = cut_dataset(dataset, config.partition_samples, config.seed)
         jobs = builder._jobs(cut, Decisions(), "rates")
         (builder.out / "shards").mkdir()
     decisions = Decisions(videos=False, extras={})
     limits = pack_one(builder, replace(jobs[0], decisions=decisions), Rates())
     decisions = replace(decisions, limits=limits)
-    rates = Rates()
     for job in jobs[1:]:
         pack_one(builder, replace(job, decisions=decisions), rates)
+    rates.cut_mb = sum(file.stat().st_size for file in raw.glob("*.json")) / MB
     rates.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
     return rates
 
