@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--partitions", type=int, default=16)
     parser.add_argument("--tokenizer", type=Path, default=demo_tokenizer_path())
-    parser.add_argument("--join-s-per-million", type=float, default=0.7)
+    parser.add_argument("--join-s-per-million", type=float, default=0.6)
     parser.add_argument("--work")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as work:

@@ -72,7 +72,7 @@ TABLE_3 = ("random", "length_group", "device_group", "ours")
 
 MOST_SAMPLES = 1 << 22
 """Samples that methods are compared on. A build of more in partitions, which are alike, is compared
-by some of these: 4 GB of memory at most, whatever its size.
+by some of these: 1.4 GB of memory, whatever its size.
 """
 
 TABLE_NAMES = (MANIFEST_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
