@@ -59,6 +59,9 @@ def read_row_groups(path: Path, numbers: Sequence[int] | None = None) -> Iterato
     import pyarrow.parquet as pq  # noqa: PLC0415
 
     with _reading(path), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if path.name == REJECTED_NAME and (lost := set(REJECTED_SCHEMA.names) - set(names)):
+            raise DataError(f"{path}: damaged: no column {min(lost)}")
         for number in range(file.num_row_groups) if numbers is None else numbers:
             yield file.read_row_group(number)
 
