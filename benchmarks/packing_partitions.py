@@ -8,7 +8,8 @@ pieces of files (16 contiguous pieces of a source for each), and grouped by the 
 the caps of the whole. Fill, waiting and mixture of sources are those of `packer report`.
 
 `--join N...`: N partitions of a million samples each (lengths drawn with a fixed seed, no images)
-are joined by the packer's code; peak memory of that process, and what it reads per sample.
+are joined by the packer's code; peak memory of that process, and what it reads per sample. The
+report of the joined tables is made by another process.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from isobatch.balance.grouping.caps import GroupOptions
 from isobatch.common.types import COUNT_COLUMNS, Groups, Limits
+from isobatch.models.presets import load_model, model_to_dict
 from isobatch.packer.group import Grouping, group_counts, group_within, read_lengths
 from isobatch.packer.partitions.cut import PIECES, deal
 from isobatch.packer.partitions.join import join_build, packed_parts
@@ -39,7 +42,7 @@ from isobatch.packer.partitions.results import TABLES, Results
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.sources.base import FilePiece
 from isobatch.shards.index import IndexPart, join_parts
-from isobatch.shards.manifest import BuildFile
+from isobatch.shards.manifest import BuildFile, write_manifest
 from isobatch.shards.stored_group import PackedBlock
 from isobatch.shards.tables import (
     COUNTS_NAME,
@@ -54,6 +57,7 @@ from isobatch.shards.tables import (
 )
 
 MILLION = 1_000_000
+LIMITS = Limits(max_seq_len=48_000, max_vision=48_000, min_seq_len=0, min_vision=0)
 console = Console(width=110)
 
 
@@ -65,9 +69,12 @@ def main() -> None:
     parser.add_argument("--max-seq-len", type=int, default=4096)
     parser.add_argument("--join", nargs="*", type=int, default=[])
     parser.add_argument("--joined", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--reported", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.joined:
         return join(Path(options.joined[0]), int(options.joined[1]))
+    if options.reported:
+        return report(Path(options.reported[0]))
     if options.files:
         console.print(groups_and_order(options))
     if options.join:
@@ -140,16 +147,17 @@ def written(counts: pa.Table, found: Grouping, folder: Path, dp: int) -> Report:
 
 def memory(numbers: list[int]) -> Table:
     table = Table(title="joining partitions of a million samples")
-    for name in ("samples", "peak memory", "over the first", "read per sample", "seconds"):
+    heads = "samples", "peak memory", "over the first", "read per sample", "CPU s"
+    for name in (*heads, "report: peak", "CPU s"):
         table.add_column(name, justify="right")
     first = 0
     with TemporaryDirectory() as folder:
         make_partition(Path(folder))
         size = sum(file.stat().st_size for file in Path(folder, "partition").iterdir())
         for number in numbers:
-            command = [sys.executable, __file__, "--joined", folder, str(number)]
-            ran = subprocess.run(command, capture_output=True, text=True, check=True)
-            seconds, peak = ran.stdout.split()
+            (seconds, peak), report = (
+                run_child(what, folder, number) for what in ("--joined", "--reported")
+            )
             first = first or int(peak)
             table.add_row(
                 f"{number * MILLION:,}",
@@ -157,8 +165,16 @@ def memory(numbers: list[int]) -> Table:
                 f"{int(peak) / first - 1:+.1%}",
                 f"{size / MILLION:.0f} B",
                 f"{float(seconds):.0f}",
+                f"{int(report[1]) / 1024:,.0f} MiB",
+                f"{float(report[0]):.0f}",
             )
     return table
+
+
+def run_child(what: str, folder: str, number: int) -> list[str]:
+    """CPU seconds and peak memory in KiB of a process."""
+    command = [sys.executable, __file__, what, folder, str(number)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def make_partition(folder: Path) -> None:
@@ -176,11 +192,15 @@ def make_partition(folder: Path) -> None:
         "media_bytes": rng.integers(0, 1 << 20, MILLION),
     }
     counts = pa.table({f.name: pa.array(columns[f.name], f.type) for f in COUNTS_SCHEMA})
-    offsets = np.append(np.arange(0, MILLION, 16), MILLION)
-    groups = Groups(rng.permutation(MILLION), offsets)
+    rejected, *packed = rng.permutation(MILLION)
+    packed = np.array(packed)
+    offsets = np.append(np.arange(0, len(packed), 16), len(packed))
+    groups = Groups(packed, offsets)
     write_table(counts, target / COUNTS_NAME)
     write_table(groups_table(groups, counts_arrays(counts)), target / GROUPS_NAME)
-    write_table(reject_rows(counts, [(5, "missing_image", "a.png")]), target / REJECTED_NAME)
+    write_table(
+        reject_rows(counts, [(int(rejected), "missing_image", "a.png")]), target / REJECTED_NAME
+    )
     ids = counts.column("sample_id").take(pa.array(groups.samples)).to_pylist()
     part = IndexPart(0)
     block = PackedBlock.__new__(PackedBlock)
@@ -217,12 +237,36 @@ def join(folder: Path, number: int) -> None:
             yield folder / "partition"
 
     packed = PackedPartition.from_json((folder / "packed.json").read_text())
-    started = time.perf_counter()
-    with TemporaryDirectory(dir=folder) as out:
-        join_build(packed_parts(Same(str(folder), ""), range(number), [packed] * number), Path(out))
-        assert all(Path(out, name).exists() for name in TABLES)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(time.perf_counter() - started, peak)
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    started = time.process_time()
+    join_build(packed_parts(Same(str(folder), ""), range(number), [packed] * number), out)
+    assert all(Path(out, name).exists() for name in TABLES)
+    print_used(started)
+    totals = {"num_groups": number * packed.index.num_groups, "num_rejected": number}
+    totals |= {"num_packed": number * packed.index.sums["num_samples"], "num_repeated": 0}
+    values = {
+        "format": "arrow",
+        "model": model_to_dict(load_model("internvl_1_5")),
+        "tokenizer": {"image_token_id": 3, "vocab_size": 100, "hash": ""},
+        "config": {"partition_samples": MILLION},
+        "limits": asdict(LIMITS),
+        "totals": totals,
+        "shards": [],
+        "files": [],
+    }
+    write_manifest(out, values)
+
+
+def report(folder: Path) -> None:
+    started = time.process_time()
+    assert make_report(folder / "out").num_packed % MILLION
+    print_used(started)
+
+
+def print_used(started: float) -> None:
+    """CPU seconds since then, and the peak memory of this process in KiB."""
+    print(time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 if __name__ == "__main__":

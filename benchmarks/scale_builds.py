@@ -68,8 +68,9 @@ def _write(
 ) -> None:
     """The index of `blocks`, which are made twice, and the manifest."""
     folder.mkdir(parents=True)
-    largest = dict.fromkeys(INDEX_COLUMNS, 0)
+    largest, num_packed = dict.fromkeys(INDEX_COLUMNS, 0), 0
     for columns in blocks():
+        num_packed += int(columns["num_samples"].sum())
         largest = {name: max(most, int(columns[name].max())) for name, most in largest.items()}
     schema = index_schema(largest)
     with (
@@ -88,7 +89,11 @@ def _write(
         "model": model_to_dict(load_model("internvl_1_5")),
         "tokenizer": {"image_token_id": 3, "vocab_size": 100, "hash": str(seed)},
         "limits": asdict(limits),
-        "totals": {"num_groups": num_groups, "num_loss_tokens": 1_536 * num_groups},
+        "totals": {
+            "num_groups": num_groups,
+            "num_packed": num_packed,
+            "num_loss_tokens": 1_536 * num_groups,
+        },
         "shards": [shard.to_json()],
         "files": [{**file, "batches": batches, "types": types}],
     }

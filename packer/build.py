@@ -51,6 +51,7 @@ from isobatch.packer.partitions.run import alone_in
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import (
     BuildSummary,
+    Rejection,
     count_rejected,
     nothing_to_pack,
     require_few,
@@ -67,7 +68,7 @@ from isobatch.shards.manifest import (
     tables_on_disk,
     write_manifest,
 )
-from isobatch.shards.tables import REJECTED_NAME, read_table
+from isobatch.shards.tables import REJECTED_NAME, read_row_groups
 
 Result = TypeVar("Result")
 
@@ -234,7 +235,7 @@ class Builder:
             join_build(packed_parts(run.results, run.numbers, packed), Path(folder))
             for name in TABLE_NAMES:
                 os.replace(Path(folder, name), self.out / name)
-        rejected = read_table(self.out / REJECTED_NAME)
+        rejected = self._rejected()
         num_read = sum(of.num_read for of in packed)
         if not sum(of.index.num_groups for of in packed):
             raise nothing_to_pack(rejected)
@@ -271,7 +272,7 @@ class Builder:
         """The summary of an earlier run's build; DataError if that is another build."""
         manifest = self.identity.require_same(self.config.out, dataset)
         with tables_on_disk(read_manifest(self.config.out), [REJECTED_NAME]) as folder:
-            rejected = read_table(folder / REJECTED_NAME)
+            rejected = count_rejected(read_row_groups(folder / REJECTED_NAME))
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
             Results(self.place, "").remove()
@@ -340,7 +341,7 @@ class Builder:
         num_shards = sum(len(of.shards) for of in packed)
         with self.progress.stage("finish", None, unit="shards") as stage:
             manifest = self.identity.manifest(self.out, dataset, packed)
-            rejected = read_table(self.out / REJECTED_NAME)
+            rejected = self._rejected()
             write_manifest(self.out, manifest)
             if self.publisher:
                 names = [file["name"] for file in manifest["files"]]
@@ -355,14 +356,17 @@ class Builder:
             stage.count(num_shards)
         return self._summary(manifest, rejected, already_complete=False)
 
+    def _rejected(self) -> dict[str, Rejection]:
+        return count_rejected(read_row_groups(self.out / REJECTED_NAME))
+
     def _summary(
-        self, manifest: dict[str, Any], rejected: pa.Table, *, already_complete: bool
+        self, manifest: dict[str, Any], rejected: dict[str, Rejection], *, already_complete: bool
     ) -> BuildSummary:
         return BuildSummary(
             out=self.config.out,
             already_complete=already_complete,
             totals=manifest["totals"],
-            rejected=count_rejected(rejected),
+            rejected=rejected,
             limits=Limits(**manifest["limits"]),
             added_tokens=manifest["tokenizer"]["added_tokens"],
             id_conflicts=self.tokenizer.id_conflicts,

@@ -226,7 +226,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     """
     builder = _builder(context)
     counts, rejected = builder.count()
-    reasons = count_rejected(rejected)
+    reasons = count_rejected([rejected])
     read = len(counts) + len(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}

@@ -32,12 +32,19 @@ def query_table(path: Path, question: "Callable[[pl.LazyFrame], pl.LazyFrame]") 
 
 def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of a table in the order asked for; reads only the row groups that hold them."""
+    return read_slices(path, [(row, 1) for row in rows], columns).to_dicts()
+
+
+def read_slices(
+    path: Path, slices: Sequence[tuple[int, int | None]], columns: Sequence[str]
+) -> "pl.DataFrame":
+    """Slices of a table (first row, rows or None), one after the other, as `read_rows` reads."""
     import polars as pl
 
     def chosen(table: "pl.LazyFrame") -> "pl.LazyFrame":
-        return pl.concat([table.select(columns).slice(row, 1) for row in rows])
+        return pl.concat([table.select(columns).slice(*borders) for borders in slices])
 
-    return query_table(path, chosen).to_dicts()
+    return query_table(path, chosen)
 
 
 def find_rows(path: Path, column: str, value: str) -> list[int]:

@@ -31,7 +31,7 @@ from isobatch.shards.folders import Folder, is_uri, on_disk, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
 from isobatch.shards.stored_group import frame_paths
-from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_table, table_batches
+from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_row_groups, row_group_sizes
 
 MOST_SHOWN = 20
 """Problems that an error lists: of a refs build whose files are gone there are millions."""
@@ -180,13 +180,13 @@ def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
         if column_sum != totals[total]:
             said = f"the manifest says {totals[total]:,}"
             yield f"{INDEX_NAME}: {column} adds up to {column_sum:,}, {said}"
-    num_rejected = len(read_table(folder / REJECTED_NAME))
+    num_rejected = sum(row_group_sizes(folder / REJECTED_NAME))
     num_packed = totals["num_packed"]
     expected = totals["num_read"] + totals["num_repeated"]
     if num_packed + num_rejected != expected:
         rows = f"{num_rejected} rows and {num_packed} packed"
         yield f"{REJECTED_NAME}: {rows}, but {expected} read or repeated"
-    if len(read_table(folder / COUNTS_NAME)) < num_packed:
+    if sum(row_group_sizes(folder / COUNTS_NAME)) < num_packed:
         yield f"{COUNTS_NAME}: fewer samples than were packed"
     yield from _check_ranges(index, manifest)
 
@@ -196,7 +196,7 @@ def _check_absent(
 ) -> Iterator[str]:
     """Tables and shards that have samples which must not be there."""
     for name in (COUNTS_NAME, REJECTED_NAME):
-        number = sum(int(names.among(table).sum()) for table in table_batches(folder / name))
+        number = sum(int(names.among(table).sum()) for table in read_row_groups(folder / name))
         if number:
             samples = counted(number, "samples")
             yield f"{manifest.table_path(name)}: has {samples} that must be absent"

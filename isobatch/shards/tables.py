@@ -5,6 +5,7 @@ pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,32 +50,41 @@ def read_table(path: Path) -> pa.Table:
     """Read a Parquet table; DataError if it is missing or damaged."""
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    try:
+    with _reading(path):
         return pq.read_table(path)
-    except FileNotFoundError:
-        raise _no_table(path) from None
-    except (pa.ArrowException, OSError) as error:  # the file's own damage, or the disk's
-        raise DataError(f"{path}: damaged: {first_line(error)}") from None
 
 
-def table_batches(path: Path) -> Iterator[pa.Table]:
-    """A Parquet table in its row groups, none of them empty; DataError as `read_table`."""
+def read_row_groups(path: Path, numbers: Sequence[int] | None = None) -> Iterator[pa.Table]:
+    """Row groups of a Parquet table one by one (None: all); DataError as `read_table`."""
     import pyarrow.parquet as pq  # noqa: PLC0415
 
+    with _reading(path), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if path.name == REJECTED_NAME and (lost := set(REJECTED_SCHEMA.names) - set(names)):
+            raise DataError(f"{path}: damaged: no column {min(lost)}")
+        for number in range(file.num_row_groups) if numbers is None else numbers:
+            yield file.read_row_group(number)
+
+
+def row_group_sizes(path: Path) -> list[int]:
+    """Rows of each row group of a Parquet table; DataError as `read_table`."""
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    with _reading(path):
+        metadata = pq.read_metadata(path)
+    return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors of a table as DataError."""
     try:
-        with pq.ParquetFile(path) as file:
-            for number in range(file.num_row_groups):
-                if len(table := file.read_row_group(number)):
-                    yield table
+        yield
     except FileNotFoundError:
-        raise _no_table(path) from None
-    except (pa.ArrowException, OSError) as error:
+        what = "is it the output of `packer build` or `packer group`?"
+        raise DataError(f"no {path.name} in {path.parent}: {what}") from None
+    except (pa.ArrowException, OSError) as error:  # the file's own damage, or the disk's
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
-
-
-def _no_table(path: Path) -> DataError:
-    what = "is it the output of `packer build` or `packer group`?"
-    return DataError(f"no {path.name} in {path.parent}: {what}")
 
 
 def counts_arrays(table: pa.Table) -> Counts:

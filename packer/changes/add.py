@@ -151,7 +151,7 @@ class Adder:
                 f"the new data's kept columns are {dict(extras)}, the build's {dict(base.extras)}:"
                 " make them alike, or pack a build of its own"
             )
-        rejected = run.rejected()
+        rejected = count_rejected(run.rejected())
         num_read = sum(of.num_read for of in packed)
         require_few(rejected, num_read, self.config.max_rejected, self._target.folder)
         totals = totals_of(packed)
@@ -163,9 +163,7 @@ class Adder:
             files = self._target.write_tables([build_as_part(base), *new], tables)
             manifest = self._target.finish(_values(base, packed, tables, files, totals, entry))
             stage.count(sum(len(of.shards) for of in packed))
-        return Addition(
-            is_new=True, totals=totals, rejected=count_rejected(rejected), manifest=manifest
-        )
+        return Addition(is_new=True, totals=totals, rejected=rejected, manifest=manifest)
 
 
 def _data(entry: dict[str, Any]) -> list[Any]:

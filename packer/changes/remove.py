@@ -277,6 +277,7 @@ class _Change:
             figures = figures.with_rows(table)
         counts, rejected = self._write_tables(work / "staging" / "tables")
         part = BuildPart(
+            in_row_groups=False,
             open=lambda _: _folder(work / "staging" / "tables"),
             rows=lambda _: iter(rows),
             row_files=(),

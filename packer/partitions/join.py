@@ -3,7 +3,7 @@
 Rows are numbered through, and read some at a time, so memory does not grow with the parts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,8 @@ from isobatch.shards.tables import (
     GROUPS_SCHEMA,
     REJECTED_NAME,
     REJECTED_SCHEMA,
-    table_batches,
+    read_row_groups,
+    read_table,
 )
 
 _SCHEMAS = {
@@ -46,6 +47,8 @@ class BuildPart:
 
     open: Callable[[Sequence[str]], AbstractContextManager[Path]]
     """A folder of this machine with files of the part."""
+    in_row_groups: bool
+    """Whether its tables have a row group for each partition, so that they are read by these."""
     rows: Callable[[Path], Iterator[pa.Table]]
     """Rows of the index, out of a folder with the files that they are in."""
     row_files: tuple[str, ...]
@@ -59,6 +62,7 @@ def packed_parts(
     """Packed partitions, with these numbers, as parts."""
     return [
         BuildPart(
+            in_row_groups=False,
             open=lambda names, number=number: results.opened(number, names),  # type: ignore[misc]
             rows=lambda folder: read_rows(folder / ROWS_NAME),
             row_files=(ROWS_NAME,),
@@ -79,6 +83,7 @@ def build_as_part(manifest: Manifest) -> BuildPart:
     with tables_on_disk(manifest, names) as folder:
         figures = open_index(manifest, FolderFiles(manifest, folder)).figures(multiple)
     return BuildPart(
+        in_row_groups=True,
         open=lambda names: tables_on_disk(manifest, names),
         rows=rows,
         row_files=names,
@@ -112,7 +117,7 @@ def join_build(parts: Sequence[BuildPart], out: Path) -> None:
         }
         for part in parts:
             with part.open(TABLES) as folder:
-                _add_tables(folder, writers, before)
+                _add_tables(part, folder, writers, before)
     for name, temporary in temporaries.items():
         temporary.replace(out / name)
 
@@ -124,25 +129,36 @@ def join_build(parts: Sequence[BuildPart], out: Path) -> None:
     merge_index(rows(), [of.figures for of in parts], [of.num_shards for of in parts], out)
 
 
-def _add_tables(folder: Path, writers: dict[str, pq.ParquetWriter], before: _Before) -> None:
-    """Write a part's tables with the numbers that they have in the build."""
+def _add_tables(
+    part: BuildPart, folder: Path, writers: dict[str, pq.ParquetWriter], before: _Before
+) -> None:
+    """Write a part's tables with the numbers that they have in the build.
+
+    A partition's are a row group each: the report reads whole partitions.
+    """
+
+    def tables(name: str) -> Iterable[pa.Table]:
+        path = folder / name
+        return read_row_groups(path) if part.in_row_groups else [read_table(path)]
+
+    def write(name: str, table: pa.Table) -> None:
+        writers[name].write_table(table.cast(_SCHEMAS[name]), row_group_size=max(1, len(table)))
+
     last, num_rows = -1, 0
     for name in (COUNTS_NAME, REJECTED_NAME):
-        for table in table_batches(folder / name):
-            last = max(last, pc.max(table.column("position")).as_py() or 0)
+        for table in tables(name):
+            if len(table):
+                last = max(last, pc.max(table.column("position")).as_py())
             num_rows += len(table) if name == COUNTS_NAME else 0
-            numbered = _added(table, "position", before.records).cast(_SCHEMAS[name])
-            writers[name].write_table(numbered)
-    for groups in table_batches(folder / GROUPS_NAME):
+            write(name, _added(table, "position", before.records))
+    for groups in tables(GROUPS_NAME):
         lists = groups.column("samples").combine_chunks()
         rows = pc.add(lists.flatten(), before.rows)
         # the offsets of a part of a list begin anywhere
         borders = pc.subtract(lists.offsets, lists.offsets[0])
-        samples = pa.ListArray.from_arrays(borders, rows)
+        samples = pa.ListArray.from_arrays(borders, rows) if len(lists) else lists
         place = groups.schema.get_field_index("samples")
-        writers[GROUPS_NAME].write_table(
-            groups.set_column(place, "samples", samples).cast(GROUPS_SCHEMA)
-        )
+        write(GROUPS_NAME, groups.set_column(place, "samples", samples))
     before.records += last + 1
     before.rows += num_rows
 

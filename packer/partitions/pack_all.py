@@ -82,13 +82,11 @@ class PartitionRun:
             )
         return known
 
-    def rejected(self) -> pa.Table:
-        """The rejected samples of all."""
-        tables = []
+    def rejected(self) -> Iterator[pa.Table]:
+        """The rejected samples of each."""
         for number in self.numbers:
             with self.results.opened(number, [REJECTED_NAME]) as folder:
-                tables.append(read_table(folder / REJECTED_NAME))
-        return pa.concat_tables(tables)
+                yield read_table(folder / REJECTED_NAME)
 
     @property
     def numbers(self) -> range:

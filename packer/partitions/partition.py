@@ -45,7 +45,7 @@ from isobatch.packer.count.staging import (
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.group import Grouping, group_counts, group_within
 from isobatch.packer.progress import StageProgress
-from isobatch.packer.report.build_summary import nothing_to_pack, require_few
+from isobatch.packer.report.build_summary import count_rejected, nothing_to_pack, require_few
 from isobatch.packer.sources.dataset import Dataset
 from isobatch.packer.write.write_shards import (
     ShardTask,
@@ -290,8 +290,9 @@ class Partition:
 
     def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> None:
         """Write rejected.parquet; DataError if too many are, or no sample is left."""
-        rejected = pa.concat_tables(tables).sort_by("position")
-        write_table(rejected, self.work / REJECTED_NAME)
+        table = pa.concat_tables(tables).sort_by("position")
+        write_table(table, self.work / REJECTED_NAME)
+        rejected = count_rejected([table])
         if num_left == 0 and self.job.decisions.limits is None:
             raise nothing_to_pack(rejected)
         if self.job.is_checked_later:

@@ -1,6 +1,7 @@
 """Totals of a build, rejected samples by reason, and when they are too many."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,16 +39,25 @@ class BuildSummary:
     seconds: dict[str, float]
 
 
-def count_rejected(rejected: pa.Table) -> dict[str, Rejection]:
-    """Reason -> rejected samples, most frequent first."""
-    rows = count_reasons(as_frame(rejected)).collect().iter_rows()
-    return {name: Rejection(number, f"{first}: {detail}") for name, number, first, detail in rows}
+def count_rejected(tables: Iterable[pa.Table]) -> dict[str, Rejection]:
+    """Reason -> rejected samples of all tables, most frequent first; one table is read at a time.
+
+    They are those of one `rejected.parquet`, in order.
+    """
+    reasons: dict[str, Rejection] = {}
+    for table in tables:
+        rows = count_reasons(as_frame(table)).collect().iter_rows()
+        for name, number, first, detail in rows:
+            before = reasons.setdefault(name, Rejection(0, f"{first}: {detail}"))
+            reasons[name] = replace(before, number=before.number + number)
+    return dict(sorted(reasons.items(), key=lambda reason: -reason[1].number))
 
 
-def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Path) -> None:
+def require_few(
+    rejected: Mapping[str, Rejection], num_read: int, max_rejected: float, path: Path
+) -> None:
     """Raise DataError if more of the records than the share `max_rejected` cannot be used."""
-    summary = count_rejected(rejected)
-    reasons = {name: entry for name, entry in summary.items() if name not in BY_CHOICE}
+    reasons = {name: entry for name, entry in rejected.items() if name not in BY_CHOICE}
     number = sum(entry.number for entry in reasons.values())
     if number > max_rejected * num_read:
         raise DataError(
@@ -57,15 +67,15 @@ def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Pa
         )
 
 
-def nothing_to_pack(rejected: pa.Table) -> DataError:
+def nothing_to_pack(rejected: Mapping[str, Rejection]) -> DataError:
     """The error of a build without a single usable sample."""
     return DataError(
-        f"nothing to pack: all {len(rejected)} samples were rejected"
-        f" ({_listed(count_rejected(rejected))}); repair the data or change the settings, and"
+        f"nothing to pack: all {sum(of.number for of in rejected.values())} samples were rejected"
+        f" ({_listed(rejected)}); repair the data or change the settings, and"
         " add --overwrite"
     )
 
 
-def _listed(reasons: dict[str, Rejection]) -> str:
+def _listed(reasons: Mapping[str, Rejection]) -> str:
     entries = (f"{entry.number:,} {name}, first {entry.first}" for name, entry in reasons.items())
     return "; ".join(entries)

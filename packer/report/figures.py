@@ -35,7 +35,8 @@ from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, Int
 from isobatch.counting.records.fields import NeverRead
 from isobatch.packer.format_text import counted
 from isobatch.packer.group import LIMITS_NAME
-from isobatch.packer.table_queries import count_reasons, query_table
+from isobatch.packer.report.build_summary import count_rejected
+from isobatch.packer.table_queries import read_slices
 from isobatch.shards.folders import on_disk
 from isobatch.shards.manifest import (
     MANIFEST_NAME,
@@ -50,7 +51,9 @@ from isobatch.shards.tables import (
     REJECTED_NAME,
     counts_arrays,
     read_groups,
+    read_row_groups,
     read_table,
+    row_group_sizes,
     source_numbers,
 )
 
@@ -73,6 +76,11 @@ MICRO_BATCHES = (1, 8)
 
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
+
+MOST_SAMPLES = 1 << 22
+"""Samples that methods are compared on. A build of more in partitions, which are alike, is compared
+by some of these: 1.4 GB of memory, whatever its size.
+"""
 
 TABLE_NAMES = (COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 """What a report reads of a finished build."""
@@ -179,6 +187,10 @@ class _Tables:
     """Reason -> samples, most frequent first."""
     never_read: dict[str, NeverRead]
     num_repeated: int
+    totals: dict[str, int]
+    """Packed and rejected samples and groups of the whole build, named as in its manifest."""
+    is_drawn: bool
+    """Whether counts and groups are those of some of the build's partitions."""
     limits: Limits
     limits_explained: tuple[str, ...]
     llm_tokens: IntArray
@@ -211,26 +223,31 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         )
         pairs[number] = repeated_pairs(order, following, dp * number)
     packed = counts.take(np.sort(groups.samples))
-    num_rejected = sum(tables.rejected.values())
+    num_packed, num_rejected, num_groups = (
+        tables.totals[name] for name in ("num_packed", "num_rejected", "num_groups")
+    )
+    bounds = lower_bounds(limits.vision_load(packed), limits.llm_load(packed), limits)
+    if tables.is_drawn:  # as many more as the build has groups
+        bounds = {name: bound * num_groups // max(1, len(groups)) for name, bound in bounds.items()}
     return Report(
-        num_read=len(packed) + num_rejected - tables.num_repeated,
+        num_read=num_packed + num_rejected - tables.num_repeated,
         num_repeated=tables.num_repeated,
-        num_packed=len(packed),
+        num_packed=num_packed,
         num_rejected=num_rejected,
         rejected=tables.rejected,
         never_read=tables.never_read,
-        num_groups=len(groups),
+        num_groups=num_groups,
         dp_world_size=dp,
         fill=fill(groups, tables.llm_tokens, limits.max_seq_len),
-        lower_bounds=lower_bounds(limits.vision_load(packed), limits.llm_load(packed), limits),
-        num_steps=-(-len(groups) // dp),
+        lower_bounds=bounds,
+        num_steps=-(-num_groups // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
         sources=_sources(tables, dp=dp, seed=seed),
         repeated_pairs=pairs,
         limits=limits,
         limits_explained=tables.limits_explained,
         methods=methods,
-        notes=_notes(len(packed), len(groups), dp),
+        notes=_notes(tables, len(packed), dp),
         loads=loads,
         samples={"vit_tokens": packed.num_vit_tokens, "llm_tokens": packed.seq_len},
     )
@@ -331,14 +348,22 @@ def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) 
     )
 
 
-def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
+def _notes(tables: _Tables, num_packed: int, dp: int) -> tuple[str, ...]:
+    notes, num_groups = [], len(tables.groups)
+    if tables.is_drawn:
+        notes.append(
+            f"fill, balance, randomness and sources are those of {num_packed:,} samples, whole"
+            f" partitions of the build's {tables.totals['num_packed']:,}"
+        )
     if num_groups < dp:
         few = f"{counted(num_groups, 'groups')} for {dp} ranks: some have nothing to do in a step"
-        return (f"{few}, so the ratios say little; packer report --dp {max(num_groups, 1)} fits",)
-    if num_packed < dp * BATCH_SIZE:
+        notes.append(
+            f"{few}, so the ratios say little; packer report --dp {max(num_groups, 1)} fits"
+        )
+    elif num_packed < dp * BATCH_SIZE:
         few = f"{counted(num_packed, 'samples')} for {dp} ranks"
-        return (f"{few} of {BATCH_SIZE} each: before packing, some ranks had nothing to do",)
-    return ()
+        notes.append(f"{few} of {BATCH_SIZE} each: before packing, some ranks had nothing to do")
+    return tuple(notes)
 
 
 # --- the tables of a build, checked against each other ---
@@ -348,27 +373,31 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
     """The tables of a build. DataError when one is missing, unreadable or does not add up."""
     if not out.is_dir():
         raise DataError(f"{out} is not a folder; give an --out of `packer build` or `packer group`")
-    columns = ("position", "source", *COUNT_COLUMNS)
-    counts = query_table(out / COUNTS_NAME, lambda table: table.select(columns))
-    groups = read_groups(read_table(out / GROUPS_NAME))
-    rejected = query_table(out / REJECTED_NAME, lambda table: table.select("position"))
-    reasons = query_table(out / REJECTED_NAME, count_reasons)
+    numbers = None if manifest is None else _drawn_partitions(out, manifest)
+    slices = _slices(out / COUNTS_NAME, numbers)
+    counts = read_slices(out / COUNTS_NAME, slices, ("position", "source", *COUNT_COLUMNS))
+    groups = _read_groups(out, numbers, [first for first, _ in slices])
+    rejected = read_slices(out / REJECTED_NAME, _slices(out / REJECTED_NAME, numbers), ["position"])
+    reasons = count_rejected(read_row_groups(out / REJECTED_NAME))
 
     positions = counts["position"].to_numpy()
     _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
-    if manifest is not None:
+    totals = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
+    totals["num_groups"] = len(groups)
+    num_repeated = len(counts) - counts["position"].n_unique()
+    if manifest is None:
+        limits, explained = _read_limits(out)
+        unread = {}
+    else:
         limits = manifest.limits
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
-        totals = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
-        totals["num_groups"] = len(groups)
         recorded = {name: manifest.values["totals"][name] for name in totals}
-        if recorded != totals:
+        if numbers is not None:
+            totals, num_repeated = recorded, manifest.values["totals"]["num_repeated"]
+        elif recorded != totals:
             differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
             raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
-    else:
-        limits, explained = _read_limits(out)
-        unread = {}
 
     table = counts.to_arrow()
     arrays = counts_arrays(table)
@@ -377,13 +406,50 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
         sources=source_numbers(table),
         source_names=tuple(counts["source"].cast(str).unique(maintain_order=True)),
         groups=groups,
-        num_repeated=len(counts) - counts["position"].n_unique(),
-        rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),
+        totals=totals,
+        num_repeated=num_repeated,
+        is_drawn=numbers is not None,
+        rejected={name: reason.number for name, reason in reasons.items()},
         never_read=unread,
         limits=limits,
         limits_explained=explained,
         llm_tokens=limits.llm_load(arrays),
     )
+
+
+def _drawn_partitions(out: Path, manifest: Manifest) -> list[int] | None:
+    """Partitions of a large build, evenly spaced, of MOST_SAMPLES together; None: all of them."""
+    sizes = row_group_sizes(out / COUNTS_NAME)
+    others = [len(row_group_sizes(out / name)) for name in (GROUPS_NAME, REJECTED_NAME)]
+    number = len(sizes) * MOST_SAMPLES // max(1, sum(sizes))
+    # tables of one partition, alone or in a build that has grown, have other row groups
+    is_cut = others == [len(sizes)] * 2 and "partition_samples" in manifest.values.get("config", {})
+    if number >= len(sizes) or not is_cut:
+        return None
+    places = np.linspace(0, len(sizes) - 1, max(1, number))
+    return list(map(int, np.unique(places.astype(np.int64))))
+
+
+def _slices(path: Path, numbers: list[int] | None) -> list[tuple[int, int | None]]:
+    """First row and rows of each of those partitions in a table, in which each is a row group."""
+    if numbers is None:
+        return [(0, None)]
+    sizes = row_group_sizes(path)
+    ends = np.cumsum(sizes).tolist()
+    return [(ends[number] - sizes[number], sizes[number]) for number in numbers]
+
+
+def _read_groups(out: Path, numbers: list[int] | None, firsts: list[int]) -> Groups:
+    """Groups of those partitions; rows are numbered through, `firsts` are theirs in the table."""
+    if numbers is None:
+        return read_groups(read_table(out / GROUPS_NAME))
+    parts = list(map(read_groups, read_row_groups(out / GROUPS_NAME, numbers)))
+    sizes = row_group_sizes(out / COUNTS_NAME)
+    before = np.cumsum([0, *(sizes[number] for number in numbers)]).tolist()
+    moved = zip(parts, firsts, before, strict=False)
+    samples = np.concatenate([part.samples - first + start for part, first, start in moved])
+    ends = np.cumsum(np.concatenate([part.sizes for part in parts]))
+    return Groups(samples, np.concatenate([[0], ends]))
 
 
 def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) -> None:

@@ -55,8 +55,10 @@ differ in, which often is their source. More balance lets less pass.
 FAR = 1 << 20
 """Loads differ by no more, 16 means, so that a squared distance and a place fit 63 bits."""
 PLACE_BITS = 21
-CHUNK = 1 << 12
-"""Places of the random order that are computed at a time."""
+CHUNK = 1 << 14
+"""Places of the random order that are computed at a time, in 3 ms; of a quarter as many, each takes
+1.8 times as long.
+"""
 
 
 class GroupOrder(Protocol):

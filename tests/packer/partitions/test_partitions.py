@@ -9,6 +9,8 @@ import tarfile
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,6 +18,8 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import StreamingLoader
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
+from isobatch.packer.report import figures
+from isobatch.packer.report.figures import make_report
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import is_complete, read_manifest
 from support.builds.packed import build, digests, quiet, read_index, read_samples
@@ -53,6 +57,24 @@ def test_every_sample_is_in_it_once_or_rejected_and_all_is_numbered_through(raw,
         loaded = Counter(name for step in loader for batch in step for name in batch.sample_ids)
     assert loaded.keys() == set(ids)
     assert set(loaded.values()) == {1}
+
+
+def test_a_report_of_some_partitions_has_the_totals_of_all(packed, monkeypatch):
+    whole = make_report(packed)
+    tables = [pq.ParquetFile(packed / f"{name}.parquet") for name in ("counts", "groups")]
+    number = tables[0].num_row_groups
+    assert all(table.num_row_groups == number > 2 for table in tables)
+    monkeypatch.setattr(figures, "MOST_SAMPLES", SAMPLES * 2 // number + 1)
+    drawn = make_report(packed)
+    totals = ("num_read", "num_packed", "num_rejected", "rejected", "num_groups", "num_steps")
+    assert [getattr(drawn, name) for name in totals] == [getattr(whole, name) for name in totals]
+    groups = pa.concat_tables(tables[1].read_row_group(place) for place in (0, number - 1))
+    assert len(drawn.loads["ours"]["llm_tokens"]) == len(groups) < whole.num_groups
+    assert drawn.loads["ours"]["llm_tokens"].sum() == pc.sum(groups.column("seq_len")).as_py()
+    assert drawn.fill == pytest.approx(whole.fill, abs=0.02)
+    assert drawn.lower_bounds == pytest.approx(whole.lower_bounds, rel=0.02)
+    assert any("whole partitions" in note for note in drawn.notes)
+    assert not whole.notes
 
 
 @pytest.mark.parametrize("workers", [3])
