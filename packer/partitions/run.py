@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -136,7 +136,7 @@ def _on_ray(
     try:
         while True:
             for place, job in waiting:
-                places[task.remote(function, pickle.dumps(job))] = place
+                places[task.remote(function, pickle.dumps(job), os.getcwd())] = place
                 if len(places) >= window:
                     break
             if not places:
@@ -177,8 +177,13 @@ def connect_ray(workers: int) -> Any:
     return ray
 
 
-def _guarded(function: Callable[[Any], Any], job: bytes) -> Any:
-    """The result, or an error of ours as bytes: Ray gives back others in types of its own."""
+def _guarded(function: Callable[[Any], Any], job: bytes, folder: str) -> Any:
+    """The result, or an error of ours as bytes: Ray gives back others in types of its own.
+
+    `folder`: current where the command was given, by which relative paths are found.
+    """
+    with suppress(OSError):  # a node may lack it
+        os.chdir(folder)
     try:
         return function(pickle.loads(job))
     except IsobatchError as error:
