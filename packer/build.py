@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -40,6 +41,7 @@ from isobatch.packer.partitions.decide import decide_by_counts, decide_limits, n
 from isobatch.packer.partitions.join import join_partitions
 from isobatch.packer.partitions.partition import (
     ROWS_NAME,
+    CountedPartition,
     Decisions,
     PackedPartition,
     Partition,
@@ -47,6 +49,7 @@ from isobatch.packer.partitions.partition import (
     columns_of,
     tokenizer_place,
 )
+from isobatch.packer.partitions.reports import PartitionReport, Tally, Tell
 from isobatch.packer.partitions.results import Results
 from isobatch.packer.partitions.run import alone_in, count_partition, pack_partition, run_jobs
 from isobatch.packer.progress import StageProgress
@@ -64,8 +67,6 @@ from isobatch.shards.folders import is_uri, naming_full_disk, on_disk
 from isobatch.shards.index import merge_index
 from isobatch.shards.manifest import is_complete, write_manifest
 from isobatch.shards.tables import REJECTED_NAME, read_table
-
-Result = TypeVar("Result")
 
 CUT_NAME, DECISIONS_NAME = "cut.json", "decisions.json"
 
@@ -185,11 +186,8 @@ class Builder:
         config = self.config
         jobs = self._jobs(cut, self._decisions(results, cut), results.key)
         if needs_counts(config, dataset) and len(jobs) > 1:
-            with self.progress.stage("count", len(jobs), unit="partitions") as stage:
-                mine = [jobs[place] for place in self._share(len(jobs))]
-                for _ in self._run(count_partition, mine):
-                    stage.advance(1)
-                    stage.count(1)
+            mine = [jobs[place] for place in self._share(len(jobs))]
+            self._run("count", count_partition, mine, len(mine), results)
             found = [results.read_counted(number) for number in range(len(jobs))]
             known = [of for of in found if of is not None]
             if len(known) < len(found):
@@ -203,11 +201,8 @@ class Builder:
             jobs = [replace(job, decisions=of) for job, of in zip(jobs, decided, strict=True)]
         share = self._share(len(jobs))
         todo = sorted(set(results.missing(len(jobs))) & set(share))
-        with self.progress.stage("pack", len(share)) as stage:
-            stage.advance(len(share) - len(todo))
-            for _, packed in self._run(pack_partition, [jobs[place] for place in todo]):
-                stage.advance(1)
-                stage.count(packed.index.sums["num_samples"])
+        todo_jobs = [jobs[place] for place in todo]
+        self._run("pack", pack_partition, todo_jobs, len(share), results)
         if config.share and is_complete(config.out):
             return self._finished(dataset)
         if others := results.missing(len(jobs)):
@@ -222,9 +217,27 @@ class Builder:
         return self._finished(dataset)
 
     def _run(
-        self, function: Callable[[PartitionJob], Result], jobs: list[PartitionJob]
-    ) -> Iterator[tuple[int, Result]]:
-        return run_jobs(function, jobs, executor=self.config.executor, workers=self.config.workers)
+        self,
+        name: str,
+        function: Callable[[PartitionJob, Tell], CountedPartition | PackedPartition],
+        jobs: list[PartitionJob],
+        number: int,
+        results: Results,
+    ) -> None:
+        """Run a stage for some of `number` partitions, of which the others are done."""
+        config = self.config
+        if config.share:
+            results.sign()
+        run = partial(run_jobs, executor=config.executor, workers=config.workers)
+        with self.progress.stage(name, number) as stage:
+            tally = Tally(
+                stage,
+                number,
+                before=number - len(jobs),
+                look=results.seen if config.share else None,
+            )
+            for place, packed in run(function, jobs, tally.hear):
+                tally.hear(PartitionReport(jobs[place].place, 1.0, packed.num_samples))
 
     def _share(self, number: int) -> range:
         """The partitions that this process works on."""
