@@ -286,7 +286,8 @@ class Partition:
         by_part = staged_never_read(self.staging.samples, names, self._records_per_part)
         for part in dataset.parts:
             columns = by_part.pop(part.name, {})
-            add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
+            if part.located.pieces != ():
+                add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
             add_described(columns, part.located.unread)
             by_part |= {part.name: columns} if columns else {}
         return by_part
