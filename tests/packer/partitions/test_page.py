@@ -18,7 +18,7 @@ from support.models.saved_folders import save_folder
 from support.workers.ray_cluster import ray_cluster
 
 PAGE = (ROOT / "docs" / "many_machines.md").read_text("utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 CONFIG, MACHINE, SLURM, KUBERNETES, RAY = (text for _, text in BLOCKS)
 PARTITIONS = 3
 
