@@ -1,4 +1,4 @@
-"""How far partitions are: told by who packs them, added up by the process that leads.
+"""How far partitions are: told by who packs them, added up by who leads.
 
 A report replaces the one before it, so one that is lost, or comes twice, changes nothing.
 """
