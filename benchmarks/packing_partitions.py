@@ -38,7 +38,7 @@ from isobatch.balance.grouping.caps import GroupOptions
 from isobatch.common.types import COUNT_COLUMNS, Groups, Limits
 from isobatch.packer.group import Grouping, group_counts, group_within, read_lengths
 from isobatch.packer.partitions.cut import PIECES, deal
-from isobatch.packer.partitions.join import join_partitions
+from isobatch.packer.partitions.join import join_build, packed_parts
 from isobatch.packer.partitions.partition import ROWS_NAME, PackedPartition
 from isobatch.packer.partitions.results import TABLES, Results
 from isobatch.packer.report.figures import Report, make_report
@@ -259,7 +259,7 @@ def join(folder: Path, number: int) -> None:
     packed = PackedPartition.from_json((folder / "packed.json").read_text())
     started = time.perf_counter()
     with TemporaryDirectory(dir=folder) as out:
-        join_partitions(Same(str(folder), ""), [packed] * number, Path(out))
+        join_build(packed_parts(Same(str(folder), ""), range(number), [packed] * number), Path(out))
         assert all(Path(out, name).exists() for name in TABLES)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(time.perf_counter() - started, peak)

@@ -2,16 +2,14 @@
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
-from typing import Annotated
-
-import typer
 
 from isobatch.common.command_line import new_app, run_app
-from isobatch.common.consoles import print_line
 
 COMMANDS = {
     "pack": ("packer", "build", "Pack a dataset into balanced micro-batches (packer build)."),
+    "add": ("packer", "add", "Add data to a finished build."),
+    "merge": ("packer", "merge", "Make one build of several."),
+    "remove": ("packer", "remove", "Take samples out of a build, and out of every file of it."),
     "report": ("packer", "report", "Show how balanced a build is."),
     "verify": ("packer", "verify", "Check that a build is what was written."),
     "inspect": ("packer", "inspect", "Show one group of a build: text, labels and images."),
@@ -32,17 +30,6 @@ app = new_app(
     "Every GPU of a vision-language-model training run does the same amount of work.\n\n"
     "Try it: isobatch pack --dataset demo --out demo-packed",
 )
-
-
-@app.callback(invoke_without_command=True)
-def _front(
-    context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if show_version:
-        print_line(version("isobatch"))
-    elif context.invoked_subcommand is None:
-        print_line(context.get_help())
 
 
 def _list(name: str, text: str) -> None:

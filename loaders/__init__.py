@@ -38,5 +38,5 @@ if TYPE_CHECKING:
     from isobatch.loaders.step_builder import StepBatches as StepBatches
 else:
     if find_spec("torch") is None:
-        raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'")
+        raise ImportError("`loaders` needs torch: pip install torch simplejpeg")
     __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

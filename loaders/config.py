@@ -20,6 +20,7 @@ from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
 from isobatch.loaders.sample_choice import SampleChoice, SampleFilter, Split
 from isobatch.loaders.steps.mixing_schedule import WeightSchedule
+from isobatch.loaders.steps.mixture import Added
 from isobatch.loaders.steps.steps import Remainder, StepConfig
 from isobatch.loaders.transforms import BatchTransform, ImageTransform
 
@@ -110,6 +111,11 @@ class LoaderConfig:
     """
     regroup_window: int = 4096
     """Stored groups of a window."""
+    added: Added = "next_epoch"
+    """Data that `packer add` brought since a state was saved: it comes from the next epoch on, so
+    that the epoch in progress ends as it began, or "now", shuffled with what is left of it. For a
+    loader of one build.
+    """
     loss_normalizer: LossNormalizer = "epoch"
     """Divisor of a step's weighted losses, `MicroBatch.loss_normalizer`: the weights of an average
     step of the epoch, so that a label counts the same in whichever step it comes ("epoch"), or the
@@ -345,6 +351,7 @@ class LoaderOptions(TypedDict, total=False):
     mixing_weights: WeightSchedule | None
     regroup: Literal["epoch"] | None
     regroup_window: int
+    added: Added
     loss_normalizer: LossNormalizer
     loss_weights: LossWeights
     gradients: GradientJoin | None

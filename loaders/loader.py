@@ -33,7 +33,7 @@ from isobatch.loaders.step_stream import StepStream
 from isobatch.loaders.steps.build_groups import BuildSource
 from isobatch.loaders.steps.in_order import StoredSource
 from isobatch.loaders.steps.mixing_schedule import MixingSchedule, ScheduledSource
-from isobatch.loaders.steps.mixture import MixedSource
+from isobatch.loaders.steps.mixture import GrownSource, MixedSource
 from isobatch.loaders.steps.source import GroupSource
 from isobatch.loaders.steps.step_plan import StepPlan
 from isobatch.loaders.steps.steps import Steps
@@ -225,5 +225,9 @@ def _step_source(
     if config.mixing_weights is not None:
         schedule = MixingSchedule(config.mixing_weights, [str(url) for url, _ in datasets])
         return ScheduledSource(parts, schedule, config.seed, config.balance)
+    if len(parts) == 1:
+        has_grown = bool(builds[0].manifest.values.get("earlier"))
+        grown = GrownSource(parts[0], config.added, config.seed, config.balance)
+        return grown if has_grown else parts[0]
     weights = [weight for _, weight in datasets]
-    return MixedSource(parts, weights, config.seed, config.balance) if len(parts) > 1 else parts[0]
+    return MixedSource(parts, weights, config.seed, config.balance)

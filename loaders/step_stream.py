@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch.utils.data import get_worker_info
 
@@ -33,6 +33,7 @@ class StepStream:
 
     An iterator continues where the last one stopped, also in the middle of an epoch; after a whole
     pass it starts the next epoch. A new iterator, `load_state_dict` and `close` end the one before.
+    `with` closes it at the end of the block.
     """
 
     model: ModelPreset
@@ -72,7 +73,8 @@ class StepStream:
     @property
     def epochs_vary(self) -> bool:
         """Whether `len` is this epoch's number of steps, and others have other numbers."""
-        return self._config.regroup is not None or self._config.mixing_weights is not None
+        config = self._config
+        return bool(config.regroup or config.mixing_weights) or self._steps.has_grown
 
     @property
     def is_at_end(self) -> bool:
@@ -104,6 +106,12 @@ class StepStream:
             f"a {type(self).__name__} has no items, only steps in order; for a DataLoader write "
             "DataLoader(StepDataset(loader), batch_size=None)"
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def __iter__(self) -> Iterator[StepBatches]:
         self._check_open()

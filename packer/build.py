@@ -5,13 +5,11 @@ and whole shards are not repeated. The bytes are those of an undisturbed build.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -35,13 +33,12 @@ from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.staging import Staging
 from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
-from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.cut import Cut, cut_dataset, cut_from_json, cut_to_json
-from isobatch.packer.partitions.decide import decide_by_counts, decide_limits, needs_counts
-from isobatch.packer.partitions.join import join_partitions
+from isobatch.packer.partitions.decide import decide_limits, needs_counts
+from isobatch.packer.partitions.join import join_build, packed_parts
+from isobatch.packer.partitions.pack_all import PartitionRun
 from isobatch.packer.partitions.partition import (
     ROWS_NAME,
-    CountedPartition,
     Decisions,
     PackedPartition,
     Partition,
@@ -49,9 +46,8 @@ from isobatch.packer.partitions.partition import (
     columns_of,
     tokenizer_place,
 )
-from isobatch.packer.partitions.reports import PartitionReport, Tally, Tell
 from isobatch.packer.partitions.results import Results
-from isobatch.packer.partitions.run import alone_in, count_partition, pack_partition, run_jobs
+from isobatch.packer.partitions.run import alone_in
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import (
     BuildSummary,
@@ -63,10 +59,17 @@ from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import DEMO, Dataset, demo_dataset, find_dataset, require_all
 from isobatch.packer.upload import Publisher
 from isobatch.packer.write.energon_files import META_NAMES
-from isobatch.shards.folders import is_uri, naming_full_disk, on_disk
-from isobatch.shards.index import merge_index
-from isobatch.shards.manifest import is_complete, write_manifest
+from isobatch.shards.folders import is_uri, naming_full_disk
+from isobatch.shards.index import merge_index, read_rows
+from isobatch.shards.manifest import (
+    is_complete,
+    read_manifest,
+    tables_on_disk,
+    write_manifest,
+)
 from isobatch.shards.tables import REJECTED_NAME, read_table
+
+Result = TypeVar("Result")
 
 CUT_NAME, DECISIONS_NAME = "cut.json", "decisions.json"
 
@@ -116,20 +119,20 @@ class Builder:
         """
         config = self.config
         is_complete(config.out)  # raises for a wrong place before anything is made or removed
-        with self._dataset(overwrite=overwrite) as dataset:
+        with self.dataset(overwrite=overwrite) as dataset:
             if is_complete(config.out):
                 return self._finished(dataset)
-            results = Results(self._place, self.identity.key(dataset))
-            cut = self._cut(dataset, results)
+            results = Results(self.place, self.identity.key(dataset))
+            cut = self.cut(dataset, results)
             self.identity.is_cut = len(cut.partitions) > 1
             self._claim(dataset, results)
             if self._samples is None and not self.staging.samples.exists():
-                self._note_surprises(dataset)
+                self.note_surprises(dataset)
             (self.out / "shards").mkdir(exist_ok=True)
             if config.executor == "local" and len(cut.partitions) == 1 and not config.share:
                 packed = [self._only(dataset).pack()]
-                rows = [self.staging.folder / ROWS_NAME]
-                merge_index(rows, [packed[0].index], [len(packed[0].shards)], self.out)
+                rows = read_rows(self.staging.folder / ROWS_NAME)
+                merge_index([rows], [packed[0].index], [len(packed[0].shards)], self.out)
                 return self._finish(dataset, packed)
             try:
                 return self._build_partitions(dataset, cut, results)
@@ -143,9 +146,9 @@ class Builder:
         """Only count: leaves counts.parquet and rejected.parquet, and returns both."""
         if is_complete(self.config.out):
             raise ConfigError(f"{self.config.out} holds a finished build: choose another --out")
-        with self._dataset() as dataset:
-            self._claim(dataset, Results(self._place, self.identity.key(dataset)))
-            self._note_surprises(dataset)
+        with self.dataset() as dataset:
+            self._claim(dataset, Results(self.place, self.identity.key(dataset)))
+            self.note_surprises(dataset)
             tables = self._only(dataset).counts()
             if self.publisher:
                 self.publisher.upload_tables()
@@ -160,18 +163,18 @@ class Builder:
             dataset=dataset,
             number=None,
             work=str(self.out),
-            out=self._place,
+            out=self.place,
         )
         return Partition(job, self.model, self.tokenizer, self.progress, self._samples)
 
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
         """Folder or URI that the shards go to."""
         return self.publisher.uri if self.publisher else str(self.out.absolute())
 
     # --- several partitions, or another executor ---
 
-    def _cut(self, dataset: Dataset, results: Results) -> Cut:
+    def cut(self, dataset: Dataset, results: Results) -> Cut:
         """The dataset in partitions."""
         if self._samples is not None:
             return Cut((dataset,), ())
@@ -180,69 +183,36 @@ class Builder:
             return cut_from_json(dataset, text)
         return cut_dataset(dataset, config.partition_samples, config.seed, limit=config.limit)
 
+    def run_of(
+        self, dataset: Dataset, cut: Cut, results: Results, first: int | None
+    ) -> PartitionRun:
+        """The partitions of a cut, which have numbers from `first` on."""
+        return PartitionRun(
+            config=self.config,
+            dataset=dataset,
+            cut=cut,
+            results=results,
+            work=str(self.out.absolute() / "staging" / "work"),
+            progress=self.progress,
+            first=first,
+        )
+
     def _build_partitions(
         self, dataset: Dataset, cut: Cut, results: Results
     ) -> BuildSummary | None:
-        config = self.config
-        jobs = self._jobs(cut, self._decisions(results, cut), results.key)
-        if needs_counts(config, dataset) and len(jobs) > 1:
-            mine = [jobs[place] for place in self._share(len(jobs))]
-            self._run("count", count_partition, mine, len(mine), results)
-            found = [results.read_counted(number) for number in range(len(jobs))]
-            known = [of for of in found if of is not None]
-            if len(known) < len(found):
-                missing = len(found) - len(known)
-                self._note(
-                    f"counted; {missing:,} of {len(found):,} partitions are not counted yet, and"
-                    " shares or kept columns need all: run this command again after the others"
-                )
-                return None
-            decided = decide_by_counts(jobs[0].decisions, config, dataset, known)
-            jobs = [replace(job, decisions=of) for job, of in zip(jobs, decided, strict=True)]
-        share = self._share(len(jobs))
-        todo = sorted(set(results.missing(len(jobs))) & set(share))
-        todo_jobs = [jobs[place] for place in todo]
-        self._run("pack", pack_partition, todo_jobs, len(share), results)
+        config, is_cut = self.config, len(cut.partitions) > 1
+        run = self.run_of(dataset, cut, results, 0 if is_cut else None)
+        decisions = self._decisions(results, cut)
+        others = run.pack(decisions, count_first=is_cut and needs_counts(config, dataset))
         if config.share and is_complete(config.out):
             return self._finished(dataset)
-        if others := results.missing(len(jobs)):
-            self._note(
-                f"packed: {counted(len(share), 'partitions')}; not yet: {len(others):,} of all"
-                f" {len(jobs):,}: whoever finishes last completes the build"
-            )
+        if others:
+            self.note(others)
             return None
         with alone_in(self.staging.folder):
             if not is_complete(config.out):
-                return self._join(dataset, results, len(jobs))
+                return self._join(run)
         return self._finished(dataset)
-
-    def _run(
-        self,
-        name: str,
-        function: Callable[[PartitionJob, Tell], CountedPartition | PackedPartition],
-        jobs: list[PartitionJob],
-        number: int,
-        results: Results,
-    ) -> None:
-        """Run a stage for some of `number` partitions, of which the others are done."""
-        config = self.config
-        if config.share:
-            results.sign()
-        run = partial(run_jobs, executor=config.executor, workers=config.workers)
-        with self.progress.stage(name, number) as stage:
-            tally = Tally(
-                stage,
-                number,
-                before=number - len(jobs),
-                look=results.seen if config.share else None,
-            )
-            for place, packed in run(function, jobs, tally.hear):
-                tally.hear(PartitionReport(jobs[place].place, 1.0, packed.num_samples))
-
-    def _share(self, number: int) -> range:
-        """The partitions that this process works on."""
-        first, step = self.config.share or (0, 1)
-        return range(first, number, step)
 
     def _decisions(self, results: Results, cut: Cut) -> Decisions:
         """What holds for all partitions; saved, so that it is decided once."""
@@ -256,44 +226,23 @@ class Builder:
             return decisions
         return Decisions.from_json(text)
 
-    def _jobs(self, cut: Cut, decisions: Decisions, key: str) -> list[PartitionJob]:
-        is_cut = len(cut.partitions) > 1
-        return [
-            PartitionJob(
-                config=self.config,
-                dataset=dataset,
-                number=number if is_cut else None,
-                work=str(self.out.absolute() / "staging" / "work"),
-                out=self._place,
-                key=key,
-                decisions=decisions,
-                is_checked_later=True,
-            )
-            for number, dataset in enumerate(cut.partitions)
-        ]
-
-    def _join(self, dataset: Dataset, results: Results, number: int) -> BuildSummary:
+    def _join(self, run: PartitionRun) -> BuildSummary:
         """Make the build of the packed partitions."""
-        packed = [results.read(place) for place in range(number)]
-        known = [of for of in packed if of is not None]
-        if len(known) < number:
-            raise DataError(
-                f"{self._place}: a packed partition is gone; run the same command again"
-            )
+        packed = run.packed()
         # in a folder of this process, for another share may do the same
         with TemporaryDirectory(dir=self.staging.folder) as folder:
-            join_partitions(results, known, Path(folder))
+            join_build(packed_parts(run.results, run.numbers, packed), Path(folder))
             for name in TABLE_NAMES:
                 os.replace(Path(folder, name), self.out / name)
         rejected = read_table(self.out / REJECTED_NAME)
-        num_read = sum(of.num_read for of in known)
-        if not sum(of.index.num_groups for of in known):
+        num_read = sum(of.num_read for of in packed)
+        if not sum(of.index.num_groups for of in packed):
             raise nothing_to_pack(rejected)
         require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
-        return self._finish(dataset, known, results)
+        return self._finish(run.dataset, packed, run.results)
 
     @contextmanager
-    def _dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
+    def dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
         """The dataset, with the output locked; a wrong dataset leaves no output folder."""
         is_drawn = self.config.is_demo and self._samples is None
         if not is_drawn:
@@ -315,17 +264,17 @@ class Builder:
         self.identity.claim(self.staging.folder, dataset)
         if self.publisher:
             if results.are_others_there():
-                raise unfinished_other(self._place)
+                raise unfinished_other(self.place)
             self.publisher.claim(results.key if self.config.share else None)
 
     def _finished(self, dataset: Dataset) -> BuildSummary:
         """The summary of an earlier run's build; DataError if that is another build."""
         manifest = self.identity.require_same(self.config.out, dataset)
-        with on_disk(self.config.out, [REJECTED_NAME]) as folder:
+        with tables_on_disk(read_manifest(self.config.out), [REJECTED_NAME]) as folder:
             rejected = read_table(folder / REJECTED_NAME)
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
-            Results(self._place, "").remove()
+            Results(self.place, "").remove()
             self.publisher.forget()
         else:  # the run that wrote the manifest may have been killed before it did
             self.staging.remove()
@@ -367,20 +316,21 @@ class Builder:
                 stage.count(DEMO_SAMPLES)
         return self._keeping(demo_dataset(folder))
 
-    def _note_surprises(self, dataset: Dataset) -> None:
+    def note_surprises(self, dataset: Dataset) -> None:
         """Say before the work what a user may not expect of columns, model and chat template."""
         keep = () if self.config.map else self.config.kept_columns
         columns = columns_of(dataset) if keep else set[str]()
         for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            self._note(f"{note} {', '.join(sorted(columns))}")
+            self.note(f"{note} {', '.join(sorted(columns))}")
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
-            self._note(f"note: {self.model.description}, {unknown}")
+            self.note(f"note: {self.model.description}, {unknown}")
         if day := self.tokenizer.template_date:
-            self._note(f"note: the chat template writes a date: {day} (--template-date)")
+            self.note(f"note: the chat template writes a date: {day} (--template-date)")
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Say something next to the progress."""
         self.progress.console.print(foreign(text), highlight=False, soft_wrap=True)
 
     def _finish(

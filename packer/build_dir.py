@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.plain_values import write_text
-from isobatch.counting.records.fields import NeverRead, add_never_read
+from isobatch.counting.records.fields import join_never_read
 from isobatch.counting.records.user_map import load_map
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
 from isobatch.models.presets import ModelPreset, model_to_dict
@@ -25,7 +25,14 @@ from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
 from isobatch.packer.write.energon_files import META, write_energon_files
 from isobatch.shards.folders import absolute, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches
-from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
+from isobatch.shards.manifest import (
+    MANIFEST_NAME,
+    TABLES,
+    BuildFile,
+    hash_json,
+    is_complete,
+    read_manifest,
+)
 from isobatch.shards.stored_group import EXTRAS
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
@@ -40,7 +47,7 @@ TABLE_NAMES = (INDEX_NAME, IDS_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 Energon the indexes of its tars follow.
 """
 
-_FOLDERS = ("shards", "staging", DEMO_FOLDER, META)
+_FOLDERS = ("shards", TABLES, "staging", DEMO_FOLDER, META)
 _MADE_BY_A_BUILD = frozenset((MANIFEST_NAME, *TABLE_NAMES, REPORT_NAME, BUILDING_NAME, *_FOLDERS))
 
 
@@ -49,7 +56,7 @@ class BuildIdentity:
 
     def __init__(self, config: BuildConfig, model: ModelPreset, tokenizer: ChatTokenizer) -> None:
         self.config = config
-        self.model = _plain(model_to_dict(model))
+        self.model = plain(model_to_dict(model))
         self.tokenizer = tokenizer
         self.is_cut = False
         """Whether there are several partitions."""
@@ -75,11 +82,16 @@ class BuildIdentity:
             **({"partition_samples": self.config.partition_samples} if self.is_cut else {}),
         }
 
-    def key(self, dataset: Dataset) -> str:
+    def key(self, dataset: Dataset, *more: str) -> str:
         """A name for the unfinished build: changes with its data, its settings and its cut."""
         files = [_state(part)["files"] for part in dataset.parts]
         cut = self.config.partition_samples, self.config.chunk_records
-        return hash_json([self.settings(dataset), self.model, self.tokenizer.hash, files, cut])[:24]
+        what = [self.settings(dataset), self.model, self.tokenizer.hash, files, cut, *more]
+        return hash_json(what)[:24]
+
+    def raw(self, dataset: Dataset) -> list[dict[str, Any]]:
+        """The raw files by part, as the manifest names them: without paths of this machine."""
+        return [{"part": part.name, "files": part.open().describe()} for part in dataset.parts]
 
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; DataError if it is of other data or settings.
@@ -89,7 +101,7 @@ class BuildIdentity:
         manifest = read_manifest(out).values
         self.is_cut = "partition_samples" in manifest["config"]
         recorded = [manifest[name] for name in ("config", "raw_files", "model")]
-        wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
+        wanted = [self.settings(dataset), self.raw(dataset), self.model]
         if recorded != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
             raise _another(out)
         return manifest
@@ -110,7 +122,7 @@ class BuildIdentity:
         }
         marker = staging / "build.json"
         staging.mkdir(parents=True, exist_ok=True)
-        is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
+        is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != plain(identity)
         # a build that failed before it had counted anything blocks nobody
         if is_anothers and any(staging.rglob("*.arrow")):
             raise unfinished_other(str(staging.parent))
@@ -133,29 +145,27 @@ class BuildIdentity:
         keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
         keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         keys += ["template_date"] * (self.tokenizer.template_date is not None)
-        names = list(TABLE_NAMES)
         shards = [shard for of in packed for shard in of.shards]
+        files = [describe_file(out, name) for name in TABLE_NAMES]
         if self.config.format == "energon":
-            unit = first.limits["vision_unit"]
-            with pa.memory_map(str(out / INDEX_NAME)) as source:
-                index = pa.ipc.open_file(source).read_all()
-                names += write_energon_files(out, [one["name"] for one in shards], index, unit)
+            names = [shard["name"] for shard in shards]
+            files += write_energon_indexes(out, names, first.limits["vision_unit"])
         extras = next((of.extras for of in packed if of.extras), {})
-        never_read = _joined(of.never_read for of in packed)
+        never_read = join_never_read(of.never_read for of in packed)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
             "config": settings,
             "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
-            "raw_files": _describe_raw(dataset),
+            "raw_files": self.raw(dataset),
             "model": self.model,
             "tokenizer": {key: getattr(self.tokenizer, key) for key in keys},
             "limits": first.limits,
             "limits_explained": first.limits_explained,
             "seed": self.config.seed,
-            "totals": _totals(packed),
+            "totals": totals_of(packed),
             "shards": shards,
-            "files": [_describe_file(out, name) for name in names],
+            "files": files,
             **({"data_root": data_root} if self.config.format == "refs" else {}),
             **({EXTRAS: extras} if extras else {}),
             **({"never_read": never_read} if never_read else {}),
@@ -225,11 +235,6 @@ def require_ours(place: str, names: Sequence[str]) -> None:
         raise ConfigError(f"--overwrite: {place} {also}; nothing was removed")
 
 
-def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
-    """The raw files by part, as the manifest names them: without paths of this machine."""
-    return [{"part": part.name, "files": part.open().describe()} for part in dataset.parts]
-
-
 def _state(part: Part) -> dict[str, Any]:
     """The places of a part's raw files, and their state."""
     return {
@@ -239,22 +244,22 @@ def _state(part: Part) -> dict[str, Any]:
     }
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def plain(values: dict[str, Any]) -> dict[str, Any]:
     """The values as JSON would give them back: tuples as lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(values))
-    return plain
+    back: dict[str, Any] = json.loads(json.dumps(values))
+    return back
 
 
-def _joined(parts: Iterable[dict[str, NeverRead]]) -> dict[str, NeverRead]:
-    """What was never read, of all partitions."""
-    joined: dict[str, NeverRead] = {}
-    for of in parts:
-        for name, paths in of.items():
-            add_never_read(joined.setdefault(name, {}), paths)
-    return joined
+def write_energon_indexes(out: Path, shards: list[str], vision_unit: str) -> list[dict[str, Any]]:
+    """Write what Energon reads next to the shards of a build; -> entries of the manifest."""
+    with pa.memory_map(str(out / INDEX_NAME)) as source:
+        index = pa.ipc.open_file(source).read_all()
+        names = write_energon_files(out, shards, index, vision_unit)
+    return [describe_file(out, name) for name in names]
 
 
-def _totals(packed: Sequence[PackedPartition]) -> dict[str, int]:
+def totals_of(packed: Sequence[PackedPartition]) -> dict[str, int]:
+    """The totals of a build of these partitions."""
     sums = {name: sum(of.index.sums[name] for of in packed) for name in packed[0].index.sums}
     num_read, num_repeated = (
         sum(getattr(of, name) for of in packed) for name in ("num_read", "num_repeated")
@@ -270,7 +275,8 @@ def _totals(packed: Sequence[PackedPartition]) -> dict[str, int]:
     }
 
 
-def _describe_file(out: Path, name: str) -> dict[str, Any]:
+def describe_file(out: Path, name: str) -> dict[str, Any]:
+    """The entry of the manifest for a table or another file of a build in a folder."""
     file = BuildFile.of(open_folder(str(out), follow_links=True), name)
     if name in {INDEX_NAME, IDS_NAME}:
         file = replace(file, batches=find_batches(out / name))

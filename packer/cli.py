@@ -1,7 +1,8 @@
 """The `packer` command: one sub-command per stage."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -26,6 +27,10 @@ from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.models.presets import load_model
 from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import REPORT_NAME
+from isobatch.packer.changes.add import Adder, grown_config
+from isobatch.packer.changes.merge import merge_builds
+from isobatch.packer.changes.remove import remove_samples
+from isobatch.packer.changes.sample_names import SampleNames, read_ids
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.format_text import counted
@@ -34,18 +39,23 @@ from isobatch.packer.inspect.html import write_group_html
 from isobatch.packer.inspect.terminal import group_title, print_group
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
-from isobatch.packer.report.build_summary import count_rejected
+from isobatch.packer.report.build_summary import Rejection, count_rejected
 from isobatch.packer.report.figures import make_report
+from isobatch.packer.report.html import write_html
 from isobatch.packer.report.terminal import print_build, print_report
 from isobatch.packer.sources.dataset import print_datasets
 from isobatch.packer.upload import save_html
 from isobatch.packer.verify import require_intact, verify_build
-from isobatch.shards.folders import cache_folder, is_uri, join
+from isobatch.shards.folders import cache_folder, is_uri, join, naming_full_disk
+from isobatch.shards.manifest import Manifest, read_manifest
 from isobatch.shards.tables import REJECTED_NAME
 
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
     int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are for.")
+]
+DiscardOption = Annotated[
+    bool, typer.Option("--discard", help="Give up a change that was begun and not finished.")
 ]
 
 COUNTING = (
@@ -98,6 +108,114 @@ def build(
 
 
 @app.command()
+@with_options(
+    BuildConfig,
+    *(name for name in COUNTING if name != "out"),
+    *("columns", "partition_samples", "partitions"),
+)
+def add(
+    context: typer.Context,
+    out: BuildPlace,
+    config: ConfigOption = None,
+    discard: DiscardOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Add data to a finished build; run it again to resume.
+
+    New samples are packed to the build's caps. Nothing else is packed again, and who reads the
+    build meanwhile is not disturbed.
+    """
+    manifest = read_manifest(out)
+    context.params["model"] = context.params["model"] or manifest.model.name
+    new = read_config(BuildConfig, context, command="packer add")
+    addition = Adder(grown_config(manifest, new), StageProgress(messages)).add(discard=discard)
+    if addition is None:  # other shares of the partitions are missing
+        if as_json:
+            print(json.dumps({"out": out, "complete": False}))
+        return
+    totals = addition.manifest.values["totals"]
+    if as_json:
+        rejected = {reason: entry.number for reason, entry in addition.rejected.items()}
+        print(
+            json.dumps(
+                {
+                    "out": out,
+                    "added": addition.totals,
+                    "rejected": rejected,
+                    "totals": totals,
+                    "manifest_hash": addition.manifest.hash,
+                }
+            )
+        )
+        return
+    if addition.is_new:
+        new_groups = counted(addition.totals["num_groups"], "groups")
+        read = counted(addition.totals["num_read"], "samples")
+        print_line(f"{read} read: {addition.totals['num_packed']:,} added in {new_groups}")
+        _print_rejected(addition.rejected)
+    else:
+        print_line(f"{out} has this data already; nothing to do")
+    _print_totals(out, addition.manifest)
+
+
+@app.command()
+def merge(
+    builds: Annotated[list[str], typer.Argument(help="Folders or URIs.", metavar="BUILD...")],
+    out: Annotated[str, typer.Option(help="Folder or URI of the new build.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make one build of several of one model, tokenizer and caps, without copying in a folder.
+
+    Shards are links to the same files, or copies that the object store makes.
+    """
+    manifest = merge_builds(builds, out, StageProgress(messages))
+    if as_json:
+        print(json.dumps({"out": out, "totals": manifest.values["totals"]}))
+        return
+    _print_totals(out, manifest)
+
+
+@app.command()
+def remove(
+    out: BuildPlace,
+    ids: Annotated[
+        Path | None, typer.Option(help="File of sample ids: one per line, or a JSON list.")
+    ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Source whose samples go. May be repeated.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: all cores.")
+    ] = None,
+    discard: DiscardOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take samples out of a finished build, and out of every file of it; run it again to resume.
+
+    What is left of their groups is packed again, and their shards are written again. `packer
+    verify --absent FILE` proves that they are gone. Raw data, and files that a refs build points
+    to, stay where they are.
+    """
+    if ids is None and not source:
+        raise ConfigError("packer remove: give --ids FILE or --source NAME")
+    names = SampleNames(ids=read_ids(ids) if ids else (), sources=tuple(source or ()))
+    result = remove_samples(
+        out, names, StageProgress(messages), workers=workers or default_workers(), discard=discard
+    )
+    if as_json:
+        values = asdict(replace(result, manifest=None))  # type: ignore[arg-type]
+        print(json.dumps(values | {"manifest": result.manifest.hash}))
+        return
+    if result.num_samples or result.num_rejected:
+        groups, shards = counted(result.num_groups, "groups"), counted(result.num_shards, "shards")
+        removed = counted(result.num_samples, "samples")
+        print_line(f"removed {removed}, and {result.num_rejected:,} rejected: {groups}, {shards}")
+    else:
+        print_line(f"none of these samples is in {out}; nothing to do")
+    _print_totals(out, result.manifest)
+
+
+@app.command()
 @with_options(BuildConfig, *COUNTING)
 def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Only count patches and tokens of every sample.
@@ -114,9 +232,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
         return
     sums = f"{len(counts):,} counted + {len(rejected):,} rejected"
     print_line(f"{counted(read, 'samples')} read = {sums}")
-    for reason, entry in reasons.items():
-        words = REASONS.get(reason, reason)
-        print_line(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
+    _print_rejected(reasons)
     if reasons:
         print_line(f"  all of them: {join(builder.config.out, REJECTED_NAME)}")
 
@@ -148,16 +264,24 @@ def group(
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
-        _report(str(folder), dp, as_json=as_json, save=out is not None)
+        page = None if out is None else folder / REPORT_NAME
+        _report(str(folder), dp, as_json=as_json, html=page)
 
 
 @app.command()
-def report(out: BuildPlace, dp: RanksOption = 8, as_json: JsonOption = False) -> None:
+def report(
+    out: BuildPlace,
+    dp: RanksOption = 8,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with the distributions to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Print how balanced a build is, next to other samplers.
 
-    report.html shows the distributions too.
+    The build's own report.html, which stays as it is, is for 8 ranks.
     """
-    _report(out, dp, as_json=as_json)
+    _report(out, dp, as_json=as_json, html=html)
 
 
 @app.command()
@@ -172,6 +296,12 @@ def verify(
     image_root: Annotated[
         str | None, typer.Option(help="Folder or URI of these files. Default: as when packed.")
     ] = None,
+    absent: Annotated[
+        Path | None,
+        typer.Option(
+            "--absent", help="Also that none of the samples is there whose ids are in this file."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every file of a build, and name those that differ."""
@@ -181,6 +311,7 @@ def verify(
         workers=workers or default_workers(),
         media=media,
         image_root=image_root,
+        absent=SampleNames(ids=read_ids(absent)) if absent else None,
     )
     if as_json:
         print(json.dumps(asdict(result)))
@@ -190,6 +321,8 @@ def verify(
         print_line(f"intact: {files}, {result.num_bytes:,} bytes")
         if media:
             print_line(f"intact: {counted(result.num_media, 'files')} that the build points to")
+        if absent:
+            print_line("absent: no sample of these ids is in a table or a shard")
         packed = (
             f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
         )
@@ -309,13 +442,25 @@ def _builder(context: typer.Context) -> Builder:
     return builder
 
 
-def _report(out: str, dp: int, *, as_json: bool, save: bool = True) -> None:
+def _print_rejected(reasons: Mapping[str, Rejection]) -> None:
+    for reason, entry in reasons.items():
+        words = REASONS.get(reason, reason)
+        print_line(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
+
+
+def _print_totals(out: str, manifest: Manifest) -> None:
+    groups = counted(manifest.num_groups, "groups")
+    print_line(f"{out} has {counted(manifest.num_packed, 'samples')} in {groups}")
+
+
+def _report(out: str, dp: int, *, as_json: bool, html: Path | None) -> None:
     result = make_report(out, dp=dp)
     if as_json:
         print(json.dumps(result.to_json()))
     else:
         print_report(result, results())
-    if save:  # after printing: who may only read a bucket has the figures at least
-        save_html(result, out)
-    if save and not as_json:
-        print_line(f"details: {join(out, REPORT_NAME)}")
+    if html is not None:
+        with naming_full_disk(html.parent):
+            write_html(result, html)
+        if not as_json:
+            print_line(f"details: {html}")

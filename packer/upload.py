@@ -12,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from isobatch.common.errors import DataError
@@ -26,7 +25,7 @@ from isobatch.packer.build_dir import (
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.report.html import write_html
 from isobatch.packer.write.energon_files import META_NAMES
-from isobatch.shards.folders import cache_folder, is_uri, naming_full_disk, open_object_folder
+from isobatch.shards.folders import cache_folder, naming_full_disk, open_object_folder
 from isobatch.shards.manifest import MANIFEST_NAME
 from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME
 
@@ -42,10 +41,11 @@ class Publisher:
         self.folder = work_folder(self.uri, work_dir)
         self._claim = self.folder / "staging" / BUILDING_NAME
 
-    def claim(self, with_others: str | None = None) -> None:
+    def claim(self, with_others: str | None = None, otherwise: str = ELSEWHERE) -> None:
         """Mark the place as this build's; DataError if another work folder is building there.
 
-        `with_others`: what all have in common that work on partitions of it.
+        `with_others`: what all have in common that work on partitions of it. `otherwise`: what else
+        to do, for the error.
         """
         if with_others is not None:
             several = {"host": "several machines", "work_folder": "--partitions"}
@@ -59,7 +59,7 @@ class Publisher:
         mine = self._claim.read_bytes()
         if not self._bucket.create(BUILDING_NAME, mine) and (theirs := self._holder()) != mine:
             there = f"{self.uri} holds the unfinished build of {_who(theirs)}"
-            raise DataError(f"{there}: let it finish, continue it there, {ELSEWHERE}")
+            raise DataError(f"{there}: let it finish, continue it there, {otherwise}")
 
     def clear(self) -> None:
         """Remove what a build made at the URI; ConfigError if there is anything else."""
@@ -104,15 +104,9 @@ class Publisher:
 
 
 def save_html(report: Report, place: str) -> None:
-    """Write report.html next to a build, in a folder or at a URI."""
-    if not is_uri(place):
-        with naming_full_disk(place):
-            write_html(report, Path(place, REPORT_NAME))
-        return
-    with TemporaryDirectory() as folder:
-        page = Path(folder, REPORT_NAME)
-        write_html(report, page)
-        open_object_folder(place).put(REPORT_NAME, page)
+    """Write report.html next to a build in a folder."""
+    with naming_full_disk(place):
+        write_html(report, Path(place, REPORT_NAME))
 
 
 def work_folder(uri: str, work_dir: str | None) -> Path:

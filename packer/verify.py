@@ -4,6 +4,7 @@ Of a refs build also whether the files that it points to still are what was coun
 once per shard, and images are decoded, for a file that is whole by its header may still not decode.
 """
 
+import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,20 +15,23 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pyarrow as pa
 
-from isobatch.common.errors import ConfigError, DamagedShard, MediaRejected
+from isobatch.common.errors import ConfigError, DamagedShard, MediaRejected, first_line
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.counting.headers.audio_header import read_audio_header
 from isobatch.counting.headers.image_header import read_header
 from isobatch.counting.headers.video_header import read_video_header
 from isobatch.counting.records.media import Media, SampleProblem, open_media
 from isobatch.models.audio_tokens import resampled_length
+from isobatch.packer.changes.sample_names import SampleNames, ids_in_shard
+from isobatch.packer.changes.target import unfinished_change
+from isobatch.packer.format_text import counted
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.write.energon_files import check_energon_files
 from isobatch.shards.folders import Folder, is_uri, on_disk, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
 from isobatch.shards.stored_group import frame_paths
-from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
+from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_table, table_batches
 
 MOST_SHOWN = 20
 """Problems that an error lists: of a refs build whose files are gone there are millions."""
@@ -61,11 +65,13 @@ def verify_build(
     workers: int,
     media: bool = False,
     image_root: str | None = None,
+    absent: SampleNames | None = None,
 ) -> Verification:
     """Check every file of a complete build, each read once; -> problems, file by file.
 
     `media`: also the files that a refs build points to, under its data root or `image_root`.
-    ConfigError for that of another build, or for an `image_root` without `media`.
+    `absent`: samples that must be in no table and no shard.
+    ConfigError for `media` of another build, or for an `image_root` without it.
     """
     if image_root is not None and not media:
         raise ConfigError("--image-root is for --media; give that too")
@@ -91,15 +97,15 @@ def verify_build(
         # without the folder all shards are missing, which is said already
         if root.has_folder("shards"):
             known = {file.name for file in files}
-            names = [info.name for info in root.files("shards")]
-            problems += [f"{name}: is not in the manifest" for name in names if name not in known]
+            names = [info.name for info in root.files("shards") if info.name not in known]
+            problems += _strangers(names, manifest)
         if "content_hash" not in manifest.values:
             problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
+        tables_folder = folder / manifest.tables
         if not problems:
-            problems += _check_totals(folder, manifest)
-        if not problems and manifest.format == "energon":
-            index = open_index(manifest, FolderFiles(manifest, folder))
-            problems += check_energon_files(root, manifest, index)
+            problems += _check_tables(tables_folder, root, manifest)
+        if absent is not None:
+            problems += _check_absent(tables_folder, root, manifest, absent, pool)
     num_media = 0
     if media and not problems:
         with (
@@ -134,6 +140,23 @@ def _check_file(folder: Folder, expected: BuildFile) -> list[str]:
     return []
 
 
+def _strangers(names: list[str], manifest: Manifest) -> list[str]:
+    """What is said of files among the shards that the manifest does not list."""
+    if names and (change := unfinished_change(manifest)):
+        number = counted(len(names), "files")
+        left = f"an unfinished `packer {change}` left {number} in shards"
+        return [f"{left}: run the same command again, or another change with --discard"]
+    return [f"{name}: is not in the manifest" for name in names]
+
+
+def _check_tables(folder: Path, root: Folder, manifest: Manifest) -> Iterator[str]:
+    totals_problems = list(_check_totals(folder, manifest))
+    yield from totals_problems
+    if manifest.format == "energon" and not totals_problems:
+        index = open_index(manifest, FolderFiles(manifest, folder))
+        yield from check_energon_files(root, manifest, index)
+
+
 def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
     totals = manifest.values["totals"]
     wanted = ("num_packed", "num_read", "num_repeated", *COUNT_COLUMNS)
@@ -163,6 +186,29 @@ def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
     if len(read_table(folder / COUNTS_NAME)) < num_packed:
         yield f"{COUNTS_NAME}: fewer samples than were packed"
     yield from _check_ranges(index, manifest)
+
+
+def _check_absent(
+    folder: Path, root: Folder, manifest: Manifest, names: SampleNames, pool: Executor
+) -> Iterator[str]:
+    """Tables and shards that have samples which must not be there."""
+    for name in (COUNTS_NAME, REJECTED_NAME):
+        number = sum(int(names.among(table).sum()) for table in table_batches(folder / name))
+        if number:
+            samples = counted(number, "samples")
+            yield f"{manifest.table_path(name)}: has {samples} that must be absent"
+
+    def stored(name: str) -> str:
+        try:
+            ids = pa.array(ids_in_shard(root, manifest, name), pa.string())
+        except (OSError, pa.ArrowException, LookupError, ValueError, tarfile.TarError) as error:
+            return f"{name}: cannot be searched: {first_line(error)}"
+        nothing = pa.nulls(len(ids), pa.string())
+        table = pa.table({"sample_id": ids, "source": nothing})
+        number = int(names.among(table).sum())
+        return f"{name}: has {counted(number, 'samples')} that must be absent" if number else ""
+
+    yield from filter(None, pool.map(stored, [shard.name for shard in manifest.shards]))
 
 
 def _check_ranges(index: GroupIndex, manifest: Manifest) -> Iterator[str]:

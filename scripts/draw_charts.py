@@ -5,7 +5,7 @@
 Writes SVG files to `docs/results/charts`. BUILD, a folder of `packer build`, is drawn as the loads
 of 8 ranks; without it that picture stays as it is. Tables are found by a comment
 `<!-- chart: NAME -->` in front of them, so a chart shows what its page says. Needs matplotlib:
-pip install 'isobatch[docs]'.
+pip install matplotlib.
 """
 
 from __future__ import annotations

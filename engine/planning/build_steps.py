@@ -107,7 +107,7 @@ def read_build(root: Path) -> PackedBuild:
     """The build in a folder. DataError if it is none, or not one that this version reads."""
     manifest = read_manifest(root)
     needed = INDEX_NAME, COUNTS_NAME, GROUPS_NAME
-    lacking = [name for name in needed if not (root / name).is_file()]
+    lacking = [name for name in needed if not (root / manifest.table_path(name)).is_file()]
     if lacking:
         raise DataError(
             f"{root}: planning needs {INDEX_NAME}, {COUNTS_NAME} and {GROUPS_NAME} of the build, "

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
+from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from math import inf
 from pathlib import Path
@@ -19,7 +20,7 @@ import typer
 from rich.markup import escape
 
 from isobatch.common.config import Option, load_config, options_of
-from isobatch.common.consoles import escape_what_does_not_fit, flush_results, messages
+from isobatch.common.consoles import escape_what_does_not_fit, flush_results, messages, print_line
 from isobatch.common.errors import ConfigError, IsobatchError, first_line, os_reason
 from isobatch.common.interrupts import StopSignals
 from isobatch.common.visible_text import visible_line
@@ -40,14 +41,23 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def new_app(name: str, text: str) -> typer.Typer:
-    """An empty program with the help `text`; its commands are registered on it."""
-    return typer.Typer(
-        name=name,
-        help=text,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
+    """A program with the help `text`, --version and completion for shells, still without commands.
+
+    Its commands are registered on it.
+    """
+    app = typer.Typer(name=name, help=text, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    @app.callback(invoke_without_command=True)
+    def front(
+        context: typer.Context,
+        show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    ) -> None:
+        if show_version:
+            print_line(version("isobatch"))
+        elif context.invoked_subcommand is None:
+            print_line(context.get_help())
+
+    return app
 
 
 def with_options(kind: type, *names: str) -> Callable[[Command], Command]:

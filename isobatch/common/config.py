@@ -172,7 +172,7 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
     if name in extended_by:
         chain = " -> ".join((*extended_by, name))
         raise ConfigError(f"presets extend each other in a circle: {chain}")
-    path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
+    path = Path(name) if name.endswith(".toml") else _preset_path(kind, name)
     if not isfile(path) and name.endswith(".toml"):
         raise ConfigError(f"no file {name}; give a {kind[:-1]} preset's name, or a .toml file")
     if not isfile(path):
@@ -192,6 +192,20 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
     base = read_preset(kind, base_name, (*extended_by, name))
     tables = [k for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)]
     return base | values | {key: {**base[key], **values[key]} for key in tables}
+
+
+def _preset_path(kind: str, name: str) -> Path:
+    """File of a shipped preset, which need not exist. `qwen2_5_vl_7b` is `qwen2_5_vl`, which is of
+    that size by its description.
+    """
+    folder = config_root() / kind
+    path = folder / f"{name}.toml"
+    base, _, size = name.rpartition("_")
+    family = folder / f"{base}.toml"
+    if not size or isfile(path) or not isfile(family):
+        return path
+    described = str(read_toml(family, str(family)).get("description", "")).partition(":")[0]
+    return family if described.endswith(f" {size.upper()}") else path
 
 
 def read_toml(path: Path, where: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from isobatch.common.errors import ConfigError, DataError, first_line
 
 Values = dict[str, Any]
 
-MISSING = "pip install 'isobatch[hf]'"
+MISSING = "pip install transformers accelerate"
 """What to do where transformers is not there."""
 _PROBES = ((97, 64), (640, 480), (333, 1250), (1600, 700))
 """Width and height of the images that a processor is tried on."""

@@ -97,16 +97,17 @@ class ArrowShardWriter:
     def add(self, block: PackedBlock) -> list[ByteRange]:
         """Append each group as one record batch; a range is its encapsulated IPC message."""
         batch = self._batch(block)
-        ranges = []
+        borders = pairwise(block.group_offsets.tolist())
+        # slices of the whole block: the writer cuts all columns to them
+        return [self.add_rows(batch.slice(first, last - first)) for first, last in borders]
+
+    def add_rows(self, rows: pa.RecordBatch) -> ByteRange:
+        """Append samples as a group: of a block, or of `stored_rows`."""
         with closed_on_error(self._file):
-            for first, last in pairwise(block.group_offsets.tolist()):
-                # a slice of the whole block: the writer cuts all columns to it
-                part = batch.slice(first, last - first)
-                self._writer.write_batch(part)
-                # measured from the end: before the first message the writer puts the schema as well
-                length = pa.ipc.get_record_batch_size(part)
-                ranges.append((self._file.tell() - length, length))
-        return ranges
+            self._writer.write_batch(rows)
+            # measured from the end: before the first message the writer puts the schema as well
+            length = pa.ipc.get_record_batch_size(rows)
+            return self._file.tell() - length, length
 
     def _batch(self, block: PackedBlock) -> pa.RecordBatch:
         images, audios = block.images, block.audios
@@ -183,6 +184,13 @@ def schema_problem(head: bytes | pa.Buffer) -> str:
     except (pa.ArrowException, OSError, ValueError) as error:
         return f"no Arrow file ({first_line(error)})"
     return ""
+
+
+def stored_rows(content: GroupBytes, schema: pa.Schema) -> pa.RecordBatch:
+    """The samples of a group as they are stored, a row each. DECODE_ERRORS if damaged."""
+    batch = pa.ipc.read_record_batch(content, schema)
+    batch.validate(full=True)
+    return batch
 
 
 class GroupColumns:

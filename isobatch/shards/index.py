@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ from isobatch.shards.arrow_shards import MAGIC_BYTES
 from isobatch.shards.checksums import FileChecksum, group_checksum
 from isobatch.shards.folders import join
 from isobatch.shards.manifest import BatchRange, BuildFile, FolderFiles, IndexFiles, Manifest
-from isobatch.shards.stored_group import ByteRange, PackedBlock
+from isobatch.shards.stored_group import ByteRange
 
 INDEX_NAME = "index.arrow"
 IDS_NAME = "sample_ids.arrow"
@@ -57,7 +57,29 @@ _PADDED_PART_SCHEMA = pa.schema([*_INDEX_SCHEMA, (PADDING, pa.int32()), *IDS_SCH
 _TYPES = ("uint8", "uint16", "uint32", "uint64")
 _CHECKSUM = _PART_SCHEMA.get_field_index("checksum")
 
+
+def _part_schema(pad_each_to: int) -> pa.Schema:
+    return _PART_SCHEMA if pad_each_to == 1 else _PADDED_PART_SCHEMA
+
+
 # --- writing ---
+
+
+class IndexedSamples(Protocol):
+    """Samples of groups, as far as the index needs them: a `PackedBlock`, or rows of tables."""
+
+    @property
+    def group_offsets(self) -> IntArray:
+        """Borders of the groups among the samples, shape (num_groups + 1,), strictly ascending."""
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Id of each sample."""
+
+    @property
+    def counts(self) -> dict[str, IntArray]:
+        """Column of `common.types.Counts` -> value of each sample."""
+
 
 LostSample = tuple[int, str, str]
 """A sample that was left out of its shard: row of the counts table, reason, detail."""
@@ -75,7 +97,7 @@ class IndexPart:
     file: BuildFile | None = None
     """The shard, once it is finished."""
 
-    def add(self, block: PackedBlock, ranges: list[ByteRange]) -> None:
+    def add(self, block: IndexedSamples, ranges: list[ByteRange]) -> None:
         """The groups of a block, which were written at `ranges`."""
         if not ranges:
             return
@@ -99,7 +121,7 @@ class IndexPart:
 
     @property
     def _schema(self) -> pa.Schema:
-        return _PART_SCHEMA if self.pad_each_to == 1 else _PADDED_PART_SCHEMA
+        return _part_schema(self.pad_each_to)
 
     def finish(self, name: str, written: Path) -> None:
         """Fill in the checksums of the groups and of the shard `name`, which is read once."""
@@ -153,35 +175,62 @@ class IndexFigures:
     sums: dict[str, int]
     """`num_samples` and the counts, summed."""
 
+    @classmethod
+    def of_none(cls, schema: pa.Schema) -> "IndexFigures":
+        """Those of no rows."""
+        largest = dict.fromkeys((name for name in schema.names if name not in IDS_SCHEMA.names), 0)
+        return cls(
+            num_groups=0, largest=largest, sums=dict.fromkeys(("num_samples", *COUNT_COLUMNS), 0)
+        )
+
+    def with_rows(self, table: pa.Table) -> "IndexFigures":
+        """Those of the rows so far and of others."""
+        values = {name: table.column(name).to_numpy() for name in self.largest}
+        return IndexFigures(
+            num_groups=self.num_groups + len(table),
+            largest={
+                name: max(largest, int(np.max(values[name], initial=0)))
+                for name, largest in self.largest.items()
+            },
+            sums={
+                name: total + int(np.sum(values[name], dtype=np.int64))
+                for name, total in self.sums.items()
+            },
+        )
+
 
 def join_parts(parts: Iterable[Path], path: Path, *, pad_each_to: int = 1) -> IndexFigures:
     """Write the rows of successive shards as one file, whole or not at all."""
-    schema = _PART_SCHEMA if pad_each_to == 1 else _PADDED_PART_SCHEMA
-    names = [name for name in schema.names if name not in IDS_SCHEMA.names]
-    num_groups, largest = 0, dict.fromkeys(names, 0)
-    sums = dict.fromkeys(("num_samples", *COUNT_COLUMNS), 0)
+    schema = _part_schema(pad_each_to)
+    figures = IndexFigures.of_none(schema)
     temporary = path.with_suffix(".tmp")
     with pa.ipc.new_file(temporary, schema) as writer:
         for part in parts:
             with pa.OSFile(str(part), "rb") as source:
                 table = pa.ipc.open_file(source).read_all().replace_schema_metadata(None)
             writer.write_table(table)
-            num_groups += len(table)
-            for name in names:
-                values = table.column(name).to_numpy()
-                largest[name] = max(largest[name], int(np.max(values, initial=0)))
-                if name in sums:
-                    sums[name] += int(np.sum(values, dtype=np.int64))
+            figures = figures.with_rows(table)
     temporary.replace(path)
-    return IndexFigures(num_groups=num_groups, largest=largest, sums=sums)
+    return figures
+
+
+def read_rows(path: Path) -> Iterator[pa.Table]:
+    """The rows of a file of `join_parts`, some at a time."""
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            yield pa.Table.from_batches([reader.get_batch(number)])
 
 
 def merge_index(
-    rows: Iterable[Path], figures: Sequence[IndexFigures], num_shards: Sequence[int], out: Path
+    rows: Iterable[Iterable[pa.Table]],
+    figures: Sequence[IndexFigures],
+    num_shards: Sequence[int],
+    out: Path,
 ) -> None:
-    """Write the rows of files of `join_parts` as index and sample ids, each whole or not at all.
+    """Write the rows of several parts as index and sample ids, each whole or not at all.
 
-    `figures`, `num_shards`: of each file. Shards are numbered through; one file is read at a time.
+    `figures`, `num_shards`: of each part. Shards are numbered through; one table is in memory.
     """
     firsts = np.cumsum([0, *num_shards]).tolist()
     largest = {
@@ -193,15 +242,12 @@ def merge_index(
     }
     index, ids = (_RowsFile(out / name) for name in (INDEX_NAME, IDS_NAME))
     with index.writing(index_schema(largest)), ids.writing(IDS_SCHEMA):
-        for file, first in zip(rows, firsts[:-1], strict=True):
-            with pa.memory_map(str(file)) as source:
-                reader = pa.ipc.open_file(source)
-                for number in range(reader.num_record_batches):
-                    table = pa.Table.from_batches([reader.get_batch(number)])
-                    shards = pa.array(table.column("shard").to_numpy() + first, pa.int64())
-                    table = table.set_column(0, "shard", shards)
-                    index.add(table.select(list(largest)))
-                    ids.add(table.select(IDS_SCHEMA.names))
+        for tables, first in zip(rows, firsts[:-1], strict=True):
+            for table in tables:
+                shards = pa.array(table.column("shard").to_numpy() + first, pa.int64())
+                numbered = table.set_column(0, "shard", shards)
+                index.add(numbered.select(list(largest)))
+                ids.add(numbered.select(IDS_SCHEMA.names))
 
 
 class _RowsFile:
@@ -432,6 +478,24 @@ class GroupIndex:
         """Ids of the samples of one group, in order."""
         batch, row = divmod(group, BATCH_ROWS)
         return tuple(self._ids.get(batch).column("sample_ids")[row].as_py())
+
+    def rows(self, pad_each_to: int) -> Iterator[pa.Table]:
+        """All rows with the ids of their samples, as `read_rows` gives them."""
+        schema = _part_schema(pad_each_to)
+        for number in range(self._batches.num_batches):
+            rows, ids = (
+                pa.Table.from_batches([of.get(number)]) for of in (self._batches, self._ids)
+            )
+            names = [name for name in schema.names if name not in IDS_SCHEMA.names]
+            table = rows.select(names).append_column(IDS_SCHEMA.field(0), ids.column("sample_ids"))
+            yield table.cast(schema)
+
+    def figures(self, pad_each_to: int) -> IndexFigures:
+        """What `merge_index` needs to know of all rows."""
+        figures = IndexFigures.of_none(_part_schema(pad_each_to))
+        for table in self.rows(pad_each_to):
+            figures = figures.with_rows(table)
+        return figures
 
     def num_ids(self) -> IntArray:
         """How many sample ids each group has, int64; reads all of them."""

@@ -7,9 +7,10 @@ host or path (except the data root of refs builds): the same inputs and seed giv
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import pyarrow as pa
@@ -21,15 +22,19 @@ from isobatch.common.types import Limits
 from isobatch.common.visible_text import shown
 from isobatch.models.presets import ModelPreset, model_from_dict
 from isobatch.shards.checksums import file_checksum, wrong_bytes
-from isobatch.shards.folders import Folder, is_uri, join, open_folder
+from isobatch.shards.folders import Folder, is_uri, join, on_disk, open_folder
 from isobatch.shards.stored_group import NO_EXTRAS, ExtraTypes
 
 Value = TypeVar("Value")
 
 FORMAT_VERSION = 3
-READ_VERSIONS = (2, FORMAT_VERSION)
+CHANGED_VERSION = 4
+"""Of builds that were changed after they were finished: their tables have a folder."""
+READ_VERSIONS = (2, FORMAT_VERSION, CHANGED_VERSION)
 """Version 2 has one checksum for the whole index, and the sample ids in it."""
 MANIFEST_NAME = "manifest.json"
+TABLES = "tables"
+"""Folder of the folders that the tables of changed builds have."""
 CHECKED_BYTES = 256 << 20
 """Largest file whose checksum is compared when it is opened as a whole; XXH3 takes some 40 ms."""
 ShardFormat = Literal["arrow", "webdataset", "energon", "refs"]
@@ -128,6 +133,8 @@ class Manifest:
     shards: tuple[BuildFile, ...]
     files: tuple[BuildFile, ...]
     """The index and the tables."""
+    tables: str
+    """Folder of the index and the tables under `place`; empty if they are next to the manifest."""
     data_root: str | None
     """Folder or URI that the paths of images and audio files start from; refs only."""
     image_token_id: int
@@ -148,9 +155,13 @@ class Manifest:
     def file(self, name: str) -> BuildFile:
         """The index or a table. DataError if the manifest does not list it."""
         for file in self.files:
-            if file.name == name:
+            if file.name == self.table_path(name):
                 return file
         raise DataError(f"{join(self.place, MANIFEST_NAME)}: lists no {name}; build again")
+
+    def table_path(self, name: str) -> str:
+        """Path of the index or a table under `place`, with slashes."""
+        return f"{self.tables}/{name}" if self.tables else name
 
 
 def _of_type(table: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
@@ -174,7 +185,8 @@ def write_manifest(out: Path, values: dict[str, Any]) -> None:
 
     `content_hash` covers the rest, so that no edit or bad disk silently changes a cap or token id.
     """
-    values = {"format_version": FORMAT_VERSION, **values}
+    version = CHANGED_VERSION if "tables" in values else FORMAT_VERSION
+    values = {"format_version": version, **values}
     values["content_hash"] = hash_json(values)
     # another machine may be completing the same build
     temporary = out / f"{MANIFEST_NAME}-{os.urandom(4).hex()}.tmp"
@@ -248,7 +260,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         raise DataError(f"{path}: {problem}; build again") from None
     raise DataError(
         f"{path}: format_version {version}, format {shard_format!r}, but this version of Isobatch "
-        f"reads format_version {' and '.join(map(str, READ_VERSIONS))}, "
+        f"reads format_version {', '.join(map(str, READ_VERSIONS[:-1]))} and {READ_VERSIONS[-1]}, "
         f"{', '.join(SHARD_FORMATS)}; install the version that wrote it, or build again"
     )
 
@@ -281,6 +293,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         num_packed=totals["num_packed"],
         shards=tuple(map(BuildFile.from_json, values["shards"])),
         files=tuple(map(BuildFile.from_json, values["files"])),
+        tables=_of_type({"tables": ""} | values, "tables", str),
         data_root=values.get("data_root"),
         image_token_id=tokenizer["image_token_id"],
         audio_token_id=tokenizer.get("audio_token_id"),
@@ -291,6 +304,14 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         has_videos=values.get("has_videos", False),
         values=values,
     )
+
+
+@contextmanager
+def tables_on_disk(manifest: Manifest, names: Sequence[str]) -> Iterator[Path]:
+    """A folder with the named tables of a build: its own, or a temporary copy."""
+    place = join(manifest.place, manifest.tables) if manifest.tables else manifest.place
+    with on_disk(place, names) as folder:
+        yield folder
 
 
 class IndexFiles(Protocol):
@@ -314,16 +335,17 @@ class FolderFiles:
     def __init__(
         self, manifest: Manifest, folder: Path | None = None, *, verify: bool = True
     ) -> None:
-        """`folder`: where they are, if not next to the manifest. `verify`: compare checksums."""
+        """`folder`: where they are, if not in the build. `verify`: compare checksums."""
         self._manifest = manifest
         self._verify = verify
-        self._folder = folder or Path(manifest.place)
+        self._folder = folder or Path(manifest.place, manifest.tables)
         self._mapped: dict[str, pa.Buffer] = {}
 
     def open_file(self, name: str) -> pa.NativeFile:
         """The index or a table. One of more than CHECKED_BYTES is compared by its size only."""
         path = self._folder / name
-        listed = next((file for file in self._manifest.files if file.name == name), None)
+        listed_name = self._manifest.table_path(name)
+        listed = next((file for file in self._manifest.files if file.name == listed_name), None)
         try:
             opened = pa.memory_map(str(path))
             if listed is not None:
@@ -338,7 +360,7 @@ class FolderFiles:
     def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
         """The message of a record batch, a view into the mapped file."""
         if file.name not in self._mapped:
-            with self.open_file(file.name) as opened:
+            with self.open_file(PurePosixPath(file.name).name) as opened:
                 self._mapped[file.name] = opened.read_buffer()
         batch = file.batches[number]
         if self._verify:
@@ -348,7 +370,7 @@ class FolderFiles:
     def _check_batch(self, file: BuildFile, number: int) -> None:
         """DamagedShard if a record batch is damaged."""
         batch = file.batches[number]
-        path = self._folder / file.name
+        path = self._folder / PurePosixPath(file.name).name
         # read, not mapped: so columns that nobody uses take no memory of this process
         with pa.OSFile(str(path)) as opened:
             content = opened.read_at(batch.length, batch.offset)

@@ -146,6 +146,11 @@ class ObjectFolder:
         with self._writing(name) as key:
             self._ask(lambda store: store.put(key, source, **options))
 
+    def copy(self, source: str, name: str) -> None:
+        """Copy an object of the same bucket, by its URI, without bringing it here."""
+        with self._writing(name) as key:
+            self._ask(lambda store: store.copy(split_uri(source)[1], key))
+
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file if there is none of that name; -> whether there was none."""
         with self._writing(name) as key:

@@ -175,7 +175,7 @@ def _explain_server(uri: str, status: int, message: str) -> Refusal:
 
 def no_obstore(uri: str) -> ConfigError:
     """The package is missing."""
-    return ConfigError(f"{uri}: object stores need obstore: pip install 'isobatch[cloud]'")
+    return ConfigError(f"{uri}: object stores need obstore: pip install obstore")
 
 
 def wrong_options(uri: str, error: Exception) -> ConfigError:

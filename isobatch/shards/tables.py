@@ -4,7 +4,7 @@ Rejections come from counting, the caps and writing; `rejected.parquet` holds al
 pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +52,29 @@ def read_table(path: Path) -> pa.Table:
     try:
         return pq.read_table(path)
     except FileNotFoundError:
-        what = "is it the output of `packer build` or `packer group`?"
-        raise DataError(f"no {path.name} in {path.parent}: {what}") from None
+        raise _no_table(path) from None
     except (pa.ArrowException, OSError) as error:  # the file's own damage, or the disk's
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
+
+
+def table_batches(path: Path) -> Iterator[pa.Table]:
+    """A Parquet table in its row groups, none of them empty; DataError as `read_table`."""
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for number in range(file.num_row_groups):
+                if len(table := file.read_row_group(number)):
+                    yield table
+    except FileNotFoundError:
+        raise _no_table(path) from None
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: damaged: {first_line(error)}") from None
+
+
+def _no_table(path: Path) -> DataError:
+    what = "is it the output of `packer build` or `packer group`?"
+    return DataError(f"no {path.name} in {path.parent}: {what}")
 
 
 def counts_arrays(table: pa.Table) -> Counts:
@@ -215,7 +234,8 @@ def _column(
 def _open(manifest: Manifest, name: str, open_file: OpenFile | None) -> "pq.ParquetFile":
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    return pq.ParquetFile(open_file(name) if open_file else Path(manifest.place, name))
+    table = Path(manifest.place, manifest.table_path(name))
+    return pq.ParquetFile(open_file(name) if open_file else table)
 
 
 _UNREADABLE = (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError, ValueError)

@@ -8,7 +8,7 @@ bytes.
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,6 +35,10 @@ _VIDEO_SUFFIXES = frozenset({"mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "
 _AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
 
 
+Member = tuple[str, bytes]
+"""What follows the sample's key in the name of a file of a sample, and its content."""
+
+
 class TarShardWriter:
     """Writes one tar shard."""
 
@@ -49,17 +53,22 @@ class TarShardWriter:
 
     def add(self, block: PackedBlock) -> list[ByteRange]:
         """Append groups; a range is from a group's first header to its last member's padding."""
-        ends = [self._tar.tarstream.offset]
+        borders = zip(block.groups, pairwise(block.group_offsets.tolist()), strict=True)
+        return [
+            self.add_samples(group, [_packed_members(block, row) for row in range(first, last)])
+            for group, (first, last) in borders
+        ]
+
+    def add_samples(self, group: int, samples: Iterable[Iterable[Member]]) -> ByteRange:
+        """Append a group of samples: of a block, or of `stored_samples`."""
+        start = self._tar.tarstream.offset
         with closed_on_error(self._tar.tarstream.fileobj, self._file):
-            borders = pairwise(block.group_offsets.tolist())
-            for group, (first, last) in zip(block.groups, borders, strict=True):
-                for row in range(first, last):
-                    key = f"g{group:09d}{self._separator}s{row - first:05d}"
-                    for suffix, content in _packed_members(block, row):
-                        # one by one: TarWriter sorts the members of a sample by name
-                        self._tar.write({"__key__": key, suffix: content})
-                ends.append(self._tar.tarstream.offset)
-        return [(start, end - start) for start, end in pairwise(ends)]
+            for number, members in enumerate(samples):
+                key = f"g{group:09d}{self._separator}s{number:05d}"
+                for suffix, content in members:
+                    # one by one: TarWriter sorts the members of a sample by name
+                    self._tar.write({"__key__": key, suffix: content})
+        return start, self._tar.tarstream.offset - start
 
     def close(self) -> None:
         """Write the end of the archive and close the file."""
@@ -68,8 +77,8 @@ class TarShardWriter:
             self._file.close()
 
 
-def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]:
-    """(suffix after the sample's key, content) of each member of a sample, in order."""
+def _packed_members(block: PackedBlock, row: int) -> Iterator[Member]:
+    """The members of a sample, in order."""
     tokens, images, audios = (
         slice(*offsets[row : row + 2])
         for offsets in (block.token_offsets, block.images.offsets, block.audios.offsets)
@@ -124,6 +133,15 @@ def _to_npy(array: Int32Array) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
+
+
+def stored_samples(content: GroupBytes) -> list[list[Member]]:
+    """The members of each sample of a group, as they are stored. DECODE_ERRORS if damaged."""
+    samples: dict[str, list[Member]] = {}
+    for name, member in _stored_members(content).items():
+        key, _, suffix = name.partition(".")
+        samples.setdefault(key, []).append((suffix, member))
+    return list(samples.values())
 
 
 def decode_tar(content: GroupBytes, where: str) -> StoredGroup:

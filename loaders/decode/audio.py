@@ -95,7 +95,7 @@ def _read_other(content: memoryview) -> tuple[Channels, int]:
     try:
         import soundfile  # noqa: PLC0415  (an optional dependency)
     except (ImportError, OSError):  # OSError: the library that it loads is not there
-        raise _broken(content, "it is no plain WAV; pip install 'isobatch[audio]'") from None
+        raise _broken(content, "it is no plain WAV; pip install soundfile") from None
     try:
         with quiet_sounds(), soundfile.SoundFile(BytesIO(content)) as file:
             channels: Channels = file.read(dtype="float32", always_2d=True)

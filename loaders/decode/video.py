@@ -53,7 +53,7 @@ def _decode_file(
     try:
         import av  # noqa: PLC0415  (an extra)
     except ImportError:
-        raise ConfigError("videos are decoded by PyAV: pip install 'isobatch[video]'") from None
+        raise ConfigError("videos are decoded by PyAV: pip install av") from None
     size = f"video of {len(content):,} bytes"
     place = 0
     try:

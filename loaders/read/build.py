@@ -270,7 +270,9 @@ def _open_media(
 
 def _open_cache(manifest: Manifest, options: StorageOptions) -> Cache:
     root = Path(options.cache_dir) if options.cache_dir is not None else default_cache_dir()
-    return Cache(root, manifest.hash[:32], options.cache_bytes, pinned=INDEX_NAME)
+    return Cache(
+        root, manifest.hash[:32], options.cache_bytes, pinned=manifest.table_path(INDEX_NAME)
+    )
 
 
 def default_cache_dir() -> Path:

@@ -131,7 +131,10 @@ class Cache:
             if self.is_storing:
                 with contextlib.suppress(OSError):
                     held.enter_context(
-                        locked(self._root / f".{self._folder.name}-{name}.lock", wait_s)
+                        locked(
+                            self._root / f".{self._folder.name}-{name.replace('/', '-')}.lock",
+                            wait_s,
+                        )
                     )
             yield
 

@@ -254,11 +254,11 @@ class _RemoteFiles:
     def open_file(self, name: str) -> pa.NativeFile:
         """The index or a table. DamagedShard if it is not what the manifest says."""
         file = self._manifest.file(name)
-        with self._alone(name, file.size):
-            cached = self._map(name, file.size, partial(_wrong_file, file))
+        with self._alone(file.name, file.size):
+            cached = self._map(file.name, file.size, partial(_wrong_file, file))
             if cached is None:
                 self._fetch_into_cache(file)
-                cached = self._map(name, file.size, partial(_wrong_file, file))
+                cached = self._map(file.name, file.size, partial(_wrong_file, file))
             if cached is None:
                 content = bytearray(file.size)
                 self._fetch(file, memoryview(content).__setitem__)

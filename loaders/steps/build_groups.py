@@ -10,7 +10,8 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -44,6 +45,30 @@ class PlannedBuild(Protocol):
     @property
     def samples(self) -> SampleTable:
         """Counts of each sample."""
+
+
+class EarlierBuild:
+    """A build as it was before it grew: the first of its groups and samples."""
+
+    def __init__(self, build: PlannedBuild, num_groups: int, num_samples: int) -> None:
+        self._build, self._num_samples = build, num_samples
+        self.index = build.index
+        labels = int(build.index.column("num_loss_tokens", np.arange(num_groups)).sum())
+        self.manifest = replace(
+            build.manifest,
+            num_groups=num_groups,
+            num_packed=num_samples,
+            values={**build.manifest.values, "totals": {"num_loss_tokens": labels}},
+        )
+
+    @cached_property
+    def samples(self) -> SampleTable:
+        """Counts of each sample."""
+        table, number = self._build.samples, self._num_samples
+        return SampleTable(
+            columns={name: values[:number] for name, values in table.columns.items()},
+            offsets=table.offsets[: self.manifest.num_groups + 1],
+        )
 
 
 class BuildTable:
@@ -251,6 +276,7 @@ class BuildSource(ShuffledSource):
         """
         super().__init__(seed, balance)
         self.build, self.model, self._number = build, build.manifest.model, number
+        self._chosen = chosen
         self.num_samples = build.manifest.num_packed
         regroup = None if window_groups is None else {"window_groups": window_groups}
         self.identity = {"manifest_hash": build.manifest.hash, "regroup": regroup}
@@ -275,6 +301,32 @@ class BuildSource(ShuffledSource):
         """Start to make that epoch's groups in a thread, unless that has been started."""
         if self._table is None:
             self._tables.prepare(epoch)
+
+    def before(self, num_groups: int, num_samples: int) -> "BuildSource":
+        """The same of the build when it had these groups and samples alone."""
+        return BuildSource(
+            EarlierBuild(self.build, num_groups, num_samples),
+            self._number,
+            seed=self._seed,
+            balance=self._balance,
+            chosen=None if self._chosen is None else self._chosen[:num_samples],
+            window_groups=self._window_groups,
+        )
+
+    def groups_after(
+        self, num_groups: int, num_samples: int
+    ) -> tuple[GroupTable, BoolArray | None]:
+        """The groups that the build had not when it had these alone, and which rows of the table.
+
+        Stored groups, also where each epoch has others.
+        """
+        build = self.build
+        if self._chosen is None:
+            return StoredGroups(build, self._number), np.arange(
+                build.manifest.num_groups
+            ) >= num_groups
+        is_new = np.arange(len(self._chosen)) >= num_samples
+        return SampleGroups([build], pack_chosen(build, self._chosen & is_new), self._number), None
 
     def _regrouped(self, epoch: int) -> SampleGroups:
         from isobatch.balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)

@@ -5,15 +5,17 @@ or grouped again in each pass. No group comes twice in a pass, and none is ever 
 """
 
 import hashlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from isobatch.balance.loss_weights import LossWeights
 from isobatch.balance.order.mixture import UNIT, MixedShuffle, figures_of, predicted_waiting
+from isobatch.balance.order.step_order import GlobalShuffle
 from isobatch.balance.rng import SHUFFLE, permutation_mask
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.loaders.steps.build_groups import (
@@ -26,6 +28,7 @@ from isobatch.loaders.steps.build_groups import (
 from isobatch.loaders.steps.selection import SampleRefs, Selection
 from isobatch.loaders.steps.source import GroupTable
 
+Added = Literal["next_epoch", "now"]
 WAITING = 0.05
 """Share of ranks' time from which on `waiting_line` says something."""
 DRAWN_GROUPS = 1024
@@ -155,6 +158,110 @@ def waiting_line(
         f"ranks will wait {now:.0%} of the time for others: the builds' micro-batches differ "
         f"({tokens} tokens on average, and in vision), and each step mixes them; {advice}"
     )
+
+
+class GrownSource(ShuffledSource):
+    """One build that has grown since a state was saved, or may have (`packer add`).
+
+    Its groups begin with those that it had before, so an epoch in progress goes on without the new
+    ones, or with them: then what is left of it and they are shuffled together.
+    """
+
+    def __init__(self, source: BuildSource, added: Added, seed: int, balance: float) -> None:
+        """`source`: the build as it is now."""
+        super().__init__(seed, balance)
+        self.model, self.identity, self.num_samples = source.model, source.identity, None
+        self._now, self._added = source, added
+        build = source.build.manifest
+        self._sizes: dict[object, tuple[int, int]] = {
+            of["manifest_hash"]: (of["num_groups"], of["num_packed"])
+            for of in build.values.get("earlier", [])
+        }
+        self._sizes[None] = build.num_groups, build.num_packed
+
+    def table(self, epoch: int) -> GroupTable:
+        """That epoch's groups of the build as it is now."""
+        return self._now.table(epoch)
+
+    def prepare(self, epoch: int) -> None:
+        """Start to make that epoch's groups in a thread, if that takes long."""
+        self._now.prepare(epoch)
+
+    def adopted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of the build before it grew as one of the build as it is now."""
+        before = state.get("manifest_hash")
+        if not isinstance(before, str) or before not in self._sizes:
+            return state
+        source = self._at(before)
+        if state.get("samples") != source.identity.get("samples"):
+            return state
+        stream = {"grown_from": before} | state["stream"]
+        order = self.begin(state["epoch"], stream, 1)[1]
+        begun = order.state()
+        if not begun["consumed"] and "rest_of" not in stream:  # an epoch that has not begun
+            stream = {}
+        elif self._added == "now" and order.remaining:
+            stream = {"rest_of": stream}
+        new = self._sizes[None][1] - self._sizes[before][1]
+        when = "now" if stream.keys() <= {"rest_of"} else "with the next epoch"
+        warnings.warn(
+            f"the build has grown by {new:,} samples since the state was saved: they come {when}"
+            " (added='next_epoch' or 'now')",
+            stacklevel=2,
+        )
+        return {**state, **self.identity, "stream": stream}
+
+    def samples_between(self, table: GroupTable, first: GlobalShuffle, last: GlobalShuffle) -> int:
+        """Samples of the groups between two positions."""
+        if isinstance(first, GrownShuffle):
+            return super().samples_between(table, first, last)
+        return self._now.samples_between(table, first, last)
+
+    def begin(
+        self, epoch: int, state: dict[str, Any], ranks: int
+    ) -> tuple[GroupTable, GlobalShuffle]:
+        """An epoch's groups, and their order after the position `state`."""
+        state = dict(state)
+        mark: dict[str, Any] = {
+            key: state.pop(key) for key in ("grown_from", "rest_of") if key in state
+        }
+        if not mark:
+            return self._now.begin(epoch, state, ranks)
+        source = self._at(mark.get("grown_from"))
+        table = source.table(epoch)
+        if "rest_of" in mark:
+            table = self._rest(epoch, mark["rest_of"], source)
+        order = GrownShuffle(
+            num_groups=len(table), seed=self._seed, epoch=epoch, balance=self._balance, **state
+        )
+        order.mark = mark
+        return table, order
+
+    def _rest(self, epoch: int, before: dict[str, Any], source: BuildSource) -> GroupTable:
+        """What an epoch has left at the position `before`, and what `source` has got since."""
+        table, order = self.begin(epoch, before, 1)
+        is_there = np.zeros(len(table), np.bool_)
+        is_there[order.copy().take(order.remaining)] = True
+        new = source.groups_after(*self._sizes[before["grown_from"]])
+        return MixedGroups([self._now], [(table, is_there), new], np.zeros(2, np.int64))
+
+    def _at(self, manifest_hash: object) -> BuildSource:
+        """The build as it was with that manifest; None: as it is now."""
+        if manifest_hash not in self._sizes:
+            raise ValueError(f"a build with the manifest {manifest_hash!r}, which is not its own")
+        if manifest_hash is None:
+            return self._now
+        return self._now.before(*self._sizes[manifest_hash])
+
+
+class GrownShuffle(GlobalShuffle):
+    """An order whose state also says of which groups."""
+
+    mark: dict[str, Any]
+
+    def state(self) -> dict[str, Any]:
+        """Keywords of the order, and its groups."""
+        return super().state() | self.mark
 
 
 class JointGroups(BuildTable, ABC):

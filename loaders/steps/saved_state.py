@@ -1,6 +1,8 @@
 """States of `Steps`: which can be resumed from, or why not. Pure."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
     "dataset": "give the loader the dataset, model and tokenizer of the run that saved it",
     "window": "give the loader the window, caps and packing of the run that saved it",
-    "manifest_hash": "it belongs to another build, or to other weights",
+    "manifest_hash": "it belongs to another build, or to other weights, or to this build before"
+    " samples were removed; `set_epoch` begins an epoch anew",
     "samples": "give the loader the split, filter and limit of the run that saved it",
     "order": "give the loader the shuffle of the run that saved it",
     "seed": "give the loader the seed of the run that saved it",
@@ -28,15 +31,22 @@ _LISTS = ("spare", "carried", "owners", "taken")
 """Keys of a state's stream that are counts, or lists of groups' or ranks' numbers."""
 
 
-def checked_state(state: Any, expected: dict[str, Any]) -> dict[str, Any]:
+def checked_state(
+    state: Any,
+    expected: dict[str, Any],
+    adopted: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
+) -> dict[str, Any]:
     """`state` in the form of this version, if a loader of the state `expected` can resume from it.
 
+    `adopted` makes states of a build before it grew those of the build as it is now.
     ConfigError if it cannot: other builds, order or seed, the middle of an epoch of version 0.1, or
     no state at all.
     """
     if not (isinstance(state, dict) and isinstance(state.get("stream", {}), dict)):
         raise ConfigError(f"state is {state!r:.200}; give what `state_dict()` returned")
     updated = _updated(state, expected)
+    with suppress(KeyError, TypeError, ValueError):  # what is wrong with it is said below
+        updated = adopted(updated)
     is_before = _is_of_earlier_order(updated, expected)
     if is_before:
         updated = {**updated, "order": expected["order"]}

@@ -59,6 +59,10 @@ class GroupSource(ABC, Generic[Position]):
         ValueError or TypeError for a state of something else.
         """
 
+    def adopted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of what these groups were before as one of what they are now, if it is that."""
+        return state
+
     @abstractmethod
     def samples_between(self, table: GroupTable, first: Position, last: Position) -> int:
         """Samples that steps from `first` to `last`, two positions in one epoch, should have."""

@@ -92,6 +92,11 @@ class Steps:
         return not self.remaining and self._stream.remaining < len(self._groups)
 
     @property
+    def has_grown(self) -> bool:
+        """Whether this epoch has other groups than the next, since its build has grown."""
+        return bool(self._stream.state().keys() & {"grown_from", "rest_of"})
+
+    @property
     def is_quick(self) -> bool:
         """Whether a step takes microseconds to plan, so that many can be planned in advance."""
         return self._planner is None
@@ -141,7 +146,7 @@ class Steps:
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
-        state = checked_state(state, self.state())
+        state = checked_state(state, self.state(), self._source.adopted)
         try:
             self._start(state["epoch"], state["stream"])
         except (TypeError, ValueError) as error:

@@ -34,9 +34,15 @@ from isobatch.packer.inspect.token_text import Piece, PieceKind, load_decoder, r
 from isobatch.packer.sources.dataset import DEMO
 from isobatch.packer.table_queries import find_rows, read_rows
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
-from isobatch.shards.folders import on_disk, open_folder
+from isobatch.shards.folders import open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, open_index
-from isobatch.shards.manifest import TAR_FORMATS, FolderFiles, Manifest, read_manifest
+from isobatch.shards.manifest import (
+    TAR_FORMATS,
+    FolderFiles,
+    Manifest,
+    read_manifest,
+    tables_on_disk,
+)
 from isobatch.shards.stored_group import DECODE_ERRORS, StoredGroup, frame_paths
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, read_groups, read_table
 from isobatch.shards.tar_shards import decode_tar
@@ -183,7 +189,7 @@ def inspect_group(
     source = tokenizer or _demo_tokenizer(manifest)
     decoder = load_decoder(source, manifest, chat_template) if source else None
 
-    with on_disk(manifest.place, _TABLES) as folder:
+    with tables_on_disk(manifest, _TABLES) as folder:
         index = open_index(manifest, FolderFiles(manifest, folder))
         number = group
         if sample is not None:

@@ -80,6 +80,8 @@ def decide_by_counts(
     counted: Sequence[CountedPartition],
 ) -> list[Decisions]:
     """The decisions for each partition, with what depends on the counts of all."""
+    if not any(sum(of.usable) for of in counted):
+        raise DataError("none of the records can be used: `packer count --limit 1000` says why")
     types = types_of(config.kept_columns, joined_kinds(of.kinds for of in counted))
     if missing := [name for name in config.kept_columns if name not in types]:
         raise no_values(missing, dataset)

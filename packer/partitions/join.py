@@ -1,7 +1,10 @@
-"""Packed partitions -> tables and index of a build, one in memory at a time."""
+"""Tables and index of a build, of those of its parts: partitions, or whole builds.
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+Rows are numbered through, and read some at a time, so memory does not grow with the parts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +14,15 @@ import pyarrow.parquet as pq
 
 from isobatch.packer.partitions.partition import ROWS_NAME, PackedPartition
 from isobatch.packer.partitions.results import TABLES, Results
-from isobatch.shards.index import merge_index
+from isobatch.shards.index import (
+    IDS_NAME,
+    INDEX_NAME,
+    IndexFigures,
+    merge_index,
+    open_index,
+    read_rows,
+)
+from isobatch.shards.manifest import FolderFiles, Manifest, tables_on_disk
 from isobatch.shards.tables import (
     COUNTS_NAME,
     COUNTS_SCHEMA,
@@ -19,32 +30,79 @@ from isobatch.shards.tables import (
     GROUPS_SCHEMA,
     REJECTED_NAME,
     REJECTED_SCHEMA,
-    read_table,
+    table_batches,
 )
 
 _SCHEMAS = {
     COUNTS_NAME: COUNTS_SCHEMA,
-    GROUPS_NAME: GROUPS_SCHEMA,
     REJECTED_NAME: REJECTED_SCHEMA,
+    GROUPS_NAME: GROUPS_SCHEMA,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPart:
+    """What a build is joined of."""
+
+    open: Callable[[Sequence[str]], AbstractContextManager[Path]]
+    """A folder of this machine with files of the part."""
+    rows: Callable[[Path], Iterator[pa.Table]]
+    """Rows of the index, out of a folder with the files that they are in."""
+    row_files: tuple[str, ...]
+    figures: IndexFigures
+    num_shards: int
+
+
+def packed_parts(
+    results: Results, numbers: Sequence[int], packed: Sequence[PackedPartition]
+) -> list[BuildPart]:
+    """Packed partitions, with these numbers, as parts."""
+    return [
+        BuildPart(
+            open=lambda names, number=number: results.opened(number, names),  # type: ignore[misc]
+            rows=lambda folder: read_rows(folder / ROWS_NAME),
+            row_files=(ROWS_NAME,),
+            figures=of.index,
+            num_shards=len(of.shards),
+        )
+        for number, of in zip(numbers, packed, strict=True)
+    ]
+
+
+def build_as_part(manifest: Manifest) -> BuildPart:
+    """A finished build as a part; reads its index once."""
+    multiple, names = manifest.limits.pad_each_to, (INDEX_NAME, IDS_NAME)
+
+    def rows(folder: Path) -> Iterator[pa.Table]:
+        return open_index(manifest, FolderFiles(manifest, folder)).rows(multiple)
+
+    with tables_on_disk(manifest, names) as folder:
+        figures = open_index(manifest, FolderFiles(manifest, folder)).figures(multiple)
+    return BuildPart(
+        open=lambda names: tables_on_disk(manifest, names),
+        rows=rows,
+        row_files=names,
+        figures=figures,
+        num_shards=len(manifest.shards),
+    )
 
 
 @dataclass(slots=True)
 class _Before:
-    """What earlier partitions have."""
+    """What earlier parts have."""
 
     records: int = 0
     rows: int = 0
     """Of the counts table."""
 
 
-def join_partitions(results: Results, packed: Sequence[PackedPartition], out: Path) -> None:
-    """Write the tables, the index and the sample ids of all partitions, in order, to `out`.
+def join_build(parts: Sequence[BuildPart], out: Path) -> None:
+    """Write the tables, the index and the sample ids of all parts, in order, to `out`.
 
     Positions and rows are numbered through. Each file is whole or not there.
     """
     before = _Before()
-    temporaries = {name: (out / name).with_suffix(".tmp") for name in TABLES}
+    temporaries = {name: (out / name).with_suffix(".tmp") for name in _SCHEMAS}
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(
@@ -52,37 +110,41 @@ def join_partitions(results: Results, packed: Sequence[PackedPartition], out: Pa
             )
             for name, schema in _SCHEMAS.items()
         }
-        for number, of in enumerate(packed):
-            with results.opened(number, TABLES) as folder:
-                tables = {name: read_table(folder / name) for name in TABLES}
-            for name, table in _numbered(tables, before).items():
-                writers[name].write_table(table)
-            before.records += of.num_read
-            before.rows += len(tables[COUNTS_NAME])
+        for part in parts:
+            with part.open(TABLES) as folder:
+                _add_tables(folder, writers, before)
     for name, temporary in temporaries.items():
         temporary.replace(out / name)
 
-    def rows() -> Iterator[Path]:
-        for number in range(len(packed)):
-            with results.opened(number, [ROWS_NAME]) as folder:
-                yield folder / ROWS_NAME
+    def rows() -> Iterator[Iterator[pa.Table]]:
+        for part in parts:
+            with part.open(part.row_files) as folder:
+                yield part.rows(folder)
 
-    merge_index(rows(), [of.index for of in packed], [len(of.shards) for of in packed], out)
+    merge_index(rows(), [of.figures for of in parts], [of.num_shards for of in parts], out)
 
 
-def _numbered(tables: dict[str, pa.Table], before: _Before) -> dict[str, pa.Table]:
-    """The tables of a partition, with the numbers that they have in the build."""
-    numbered = {
-        name: _added(tables[name], "position", before.records).cast(_SCHEMAS[name])
-        for name in (COUNTS_NAME, REJECTED_NAME)
-    }
-    groups = tables[GROUPS_NAME]
-    lists = groups.column("samples").combine_chunks()
-    rows = pc.add(lists.flatten(), before.rows)
-    samples = pa.ListArray.from_arrays(lists.offsets, rows) if len(lists) else lists
-    place = groups.schema.get_field_index("samples")
-    groups = groups.set_column(place, "samples", samples).cast(GROUPS_SCHEMA)
-    return numbered | {GROUPS_NAME: groups}
+def _add_tables(folder: Path, writers: dict[str, pq.ParquetWriter], before: _Before) -> None:
+    """Write a part's tables with the numbers that they have in the build."""
+    last, num_rows = -1, 0
+    for name in (COUNTS_NAME, REJECTED_NAME):
+        for table in table_batches(folder / name):
+            last = max(last, pc.max(table.column("position")).as_py() or 0)
+            num_rows += len(table) if name == COUNTS_NAME else 0
+            numbered = _added(table, "position", before.records).cast(_SCHEMAS[name])
+            writers[name].write_table(numbered)
+    for groups in table_batches(folder / GROUPS_NAME):
+        lists = groups.column("samples").combine_chunks()
+        rows = pc.add(lists.flatten(), before.rows)
+        # the offsets of a part of a list begin anywhere
+        borders = pc.subtract(lists.offsets, lists.offsets[0])
+        samples = pa.ListArray.from_arrays(borders, rows)
+        place = groups.schema.get_field_index("samples")
+        writers[GROUPS_NAME].write_table(
+            groups.set_column(place, "samples", samples).cast(GROUPS_SCHEMA)
+        )
+    before.records += last + 1
+    before.rows += num_rows
 
 
 def _added(table: pa.Table, name: str, number: int) -> pa.Table:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from isobatch.common.consoles import foreign
-from isobatch.common.errors import ConfigError
+from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups, IntArray, Limits
 from isobatch.counting.pack_block import PackOptions
 from isobatch.counting.records.extras import Kinds
@@ -275,9 +275,16 @@ class Partition:
 
     @cached_property
     def _has_videos(self) -> bool:
-        if self.job.decisions.videos is not None:
-            return self.job.decisions.videos
-        return has_videos(self.staging.samples)
+        decided = self.job.decisions.videos
+        if decided:
+            return True
+        has = has_videos(self.staging.samples)
+        if has and decided is not None:
+            raise DataError(
+                "the new data has videos, and no sample of the build has: pack it as a build of its"
+                " own, and give both to the loader"
+            )
+        return has
 
     def _never_read(self) -> dict[str, NeverRead]:
         """What nothing reads, by part: keys of records, and columns that records come without."""
@@ -395,7 +402,7 @@ class Partition:
             num_read=counts.num_read,
             num_repeated=counts.num_repeated,
             index=index,
-            shards=[_shard_entry(part) for part in parts],
+            shards=[shard_entry(part) for part in parts],
             limits=grouping.limits.to_json(),
             limits_explained=grouping.limits_explained,
             extras=self._extras,
@@ -443,7 +450,7 @@ def columns_of(dataset: Dataset) -> set[str]:
     return {name for part in dataset.parts for name in part.open().columns()}
 
 
-def _shard_entry(part: Path) -> dict[str, Any]:
+def shard_entry(part: Path) -> dict[str, Any]:
     """A shard as the manifest lists it."""
     with pa.memory_map(str(part)) as source:
         sizes = pa.ipc.open_file(source).read_all().column("num_samples").to_numpy()

@@ -8,7 +8,7 @@ an object store that file comes last. Who packs a partition again brings the sam
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -77,10 +77,10 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, text)
 
-    def missing(self, count: int) -> list[int]:
-        """Numbers of the partitions that nobody has finished yet."""
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Those of the partitions that nobody has finished yet."""
         names = self._names()
-        return [number for number in range(count) if self._name(number) not in names]
+        return [number for number in numbers if self._name(number) not in names]
 
     def sign(self) -> None:
         """Leave this machine's name, for `seen`."""

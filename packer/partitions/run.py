@@ -184,7 +184,7 @@ def connect_ray(workers: int) -> Any:
     try:
         import ray  # noqa: PLC0415 - an extra, needed only here
     except ImportError:
-        raise ConfigError("--executor ray needs Ray: pip install 'isobatch[ray]'") from None
+        raise ConfigError("--executor ray needs Ray: pip install ray") from None
     if not ray.is_initialized():
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         # without an address Ray would look for one that some earlier cluster has left behind

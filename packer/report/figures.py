@@ -33,10 +33,17 @@ from isobatch.common.config import build_config
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
 from isobatch.counting.records.fields import NeverRead
+from isobatch.packer.format_text import counted
 from isobatch.packer.group import LIMITS_NAME
 from isobatch.packer.table_queries import count_reasons, query_table
 from isobatch.shards.folders import on_disk
-from isobatch.shards.manifest import MANIFEST_NAME, read_manifest
+from isobatch.shards.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    is_complete,
+    read_manifest,
+    tables_on_disk,
+)
 from isobatch.shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -67,7 +74,7 @@ MICRO_BATCHES = (1, 8)
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
 
-TABLE_NAMES = (MANIFEST_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+TABLE_NAMES = (COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 """What a report reads of a finished build."""
 
 Loads = dict[str, IntArray]
@@ -186,8 +193,10 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     """
     if dp < 1:
         raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
-    with on_disk(str(out), TABLE_NAMES) as folder:
-        tables = _read_tables(folder)
+    manifest = read_manifest(out) if is_complete(str(out)) else None
+    opened = tables_on_disk(manifest, TABLE_NAMES) if manifest else on_disk(str(out), TABLE_NAMES)
+    with opened as folder:
+        tables = _read_tables(folder, manifest)
     counts, groups, limits = tables.counts, tables.groups, tables.limits
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in (*TITLES, BEFORE)}
@@ -323,21 +332,19 @@ def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) 
 
 
 def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
-    notes = []
-    idle = "only step has idle ranks"
-    if num_packed < dp * BATCH_SIZE:
-        few = f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}"
-        notes.append(f"{few}: the baselines' {idle}")
     if num_groups < dp:
-        few = f"{num_groups} groups do not fill one step of {dp} ranks"
-        notes.append(f"{few}: the {idle}; try --dp 1")
-    return tuple(notes)
+        few = f"{counted(num_groups, 'groups')} for {dp} ranks: some have nothing to do in a step"
+        return (f"{few}, so the ratios say little; packer report --dp {max(num_groups, 1)} fits",)
+    if num_packed < dp * BATCH_SIZE:
+        few = f"{counted(num_packed, 'samples')} for {dp} ranks"
+        return (f"{few} of {BATCH_SIZE} each: before packing, some ranks had nothing to do",)
+    return ()
 
 
 # --- the tables of a build, checked against each other ---
 
 
-def _read_tables(out: Path) -> _Tables:
+def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
     """The tables of a build. DataError when one is missing, unreadable or does not add up."""
     if not out.is_dir():
         raise DataError(f"{out} is not a folder; give an --out of `packer build` or `packer group`")
@@ -349,8 +356,7 @@ def _read_tables(out: Path) -> _Tables:
 
     positions = counts["position"].to_numpy()
     _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
-    if (out / MANIFEST_NAME).exists():
-        manifest = read_manifest(out)
+    if manifest is not None:
         limits = manifest.limits
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))

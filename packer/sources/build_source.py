@@ -21,9 +21,15 @@ from isobatch.packer.sources.base import Located, OnBytes, Source, opened, prefi
 from isobatch.packer.sources.tar_members import BrokenTarError, Member, read_members
 from isobatch.shards.arrow_shards import decode_arrow, shard_schema
 from isobatch.shards.checksums import group_checksum
-from isobatch.shards.folders import on_disk, open_folder
+from isobatch.shards.folders import open_folder
 from isobatch.shards.index import INDEX_NAME, open_index
-from isobatch.shards.manifest import TAR_FORMATS, FolderFiles, hash_json, read_manifest
+from isobatch.shards.manifest import (
+    TAR_FORMATS,
+    FolderFiles,
+    hash_json,
+    read_manifest,
+    tables_on_disk,
+)
 from isobatch.shards.stored_group import DECODE_ERRORS, ExtraTypes, StoredGroup
 from isobatch.shards.tar_shards import decode_members
 
@@ -192,7 +198,7 @@ class PackedBuildSource(Source):
         """Groups of about `num_records` samples; only the index is read here."""
         manifest = read_manifest(self.located.folder)
         names = ("shard", "offset", "length", "checksum", "num_samples")
-        with on_disk(manifest.place, [INDEX_NAME]) as folder:
+        with tables_on_disk(manifest, [INDEX_NAME]) as folder:
             index = open_index(manifest, FolderFiles(manifest, folder))
             shard, offset, length, checksum, sizes = map(index.column, names)
         checksum = checksum.astype(np.uint64)

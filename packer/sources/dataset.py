@@ -316,7 +316,7 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - an extra, needed only here
     except ImportError:
         raise ConfigError(
-            "fetching annotations needs huggingface_hub: pip install 'isobatch[hub]'"
+            "fetching annotations needs huggingface_hub: pip install huggingface_hub datasets"
         ) from None
     try:
         with quiet_hub():

@@ -47,7 +47,7 @@ def import_datasets(what: str) -> Any:
     try:
         import datasets  # noqa: PLC0415 - an extra, and slow to import
     except ImportError:
-        raise ConfigError(f"{what} needs datasets: pip install 'isobatch[hub]'") from None
+        raise ConfigError(f"{what} needs datasets: pip install huggingface_hub datasets") from None
     datasets.disable_progress_bars()
     return datasets
 

@@ -27,7 +27,7 @@ from isobatch.packer.sources.trainers.llama_factory import (
 from isobatch.packer.sources.trainers.mds import MdsSource, find_mds
 from isobatch.shards.folders import Folder, is_uri, join, open_folder, split
 from isobatch.shards.index import INDEX_NAME
-from isobatch.shards.manifest import MANIFEST_NAME
+from isobatch.shards.manifest import MANIFEST_NAME, TABLES
 
 SUFFIXES = {
     ".json": "annotations",
@@ -152,7 +152,7 @@ def _indexed(
     folder: Folder, names: Sequence[str], place: str, wanted: str | None
 ) -> Located | None:
     """The files of a folder with an index of its samples: a build, Energon's or MosaicML's."""
-    if MANIFEST_NAME in names and INDEX_NAME in names:
+    if MANIFEST_NAME in names and (INDEX_NAME in names or folder.has_folder(TABLES)):
         return locate_build(place, wanted)
 
     def choose(splits: Sequence[str]) -> str:

@@ -152,5 +152,8 @@ def test_a_closed_loader(build):
     loader.close()
     for begin in (lambda: next(steps), lambda: list(loader)):
         assert line(begin) == "this StreamingLoader was closed; make another to continue"
+    with load(build) as loader:
+        next(iter(loader))
+    assert line(lambda: list(loader)) == "this StreamingLoader was closed; make another to continue"
     assert issubclass(ConfigError, ValueError)
     assert len(list(StreamingLoader(build, workers=0))) == len(loader)

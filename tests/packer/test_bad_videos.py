@@ -183,7 +183,7 @@ def test_without_pyav_videos_are_rejected_with_what_to_install(raw, tmp_path, mo
     assert [(row["sample_id"], row["reason"]) for row in rejected] == [
         ("without PyAV", "video_format")
     ]
-    assert "pip install 'isobatch[video]'" in rejected[0]["detail"]
+    assert "pip install av" in rejected[0]["detail"]
 
 
 def test_the_table_of_videos_and_the_cases_are_the_same():

@@ -13,6 +13,7 @@ import pytest
 from isobatch.common.config import preset_names
 from isobatch.packer.report.terminal import CAPTION
 from support.builds.command import run_packer
+from support.builds.packed import digests
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
 
@@ -71,7 +72,13 @@ def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path, monke
         report["dp_world_size"],
     ) == (20, 20, 0, 2)
     # what goes to a file or another program is not wrapped
+    before = digests(out)
     _, printed, _ = run("report", out, "--dp", 2)
+    assert digests(out) == before  # a question changes no file
+    assert digests(out).keys() == before.keys()
+    _, said, _ = run("report", out, "--dp", 2, "--html", tmp_path / "page.html")
+    assert f"details: {tmp_path / 'page.html'}" in said
+    assert "2 ranks" in (tmp_path / "page.html").read_text()
     assert {CAPTION} <= set(printed.splitlines())
     assert any(
         line.startswith("how random") and line.endswith(".") for line in printed.splitlines()

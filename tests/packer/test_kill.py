@@ -29,7 +29,7 @@ NEEDS_RAY = [
     pytest.mark.timeout(2 * RUN_S),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
-        reason="Ray is not installed: pip install isobatch[ray]",
+        reason="Ray is not installed: pip install ray",
     ),
 ]
 SCRIPT = """
@@ -145,7 +145,7 @@ def wait_for_end(group, timeout=60):
 @pytest.mark.timeout(2 * RUN_S)
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
-    reason="Ray is not installed: pip install isobatch[ray]",
+    reason="Ray is not installed: pip install ray",
 )
 def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
     said = run(dataset, tmp_path / "out", "ray")

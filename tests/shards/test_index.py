@@ -20,6 +20,7 @@ from isobatch.shards.index import (
     join_parts,
     merge_index,
     open_index,
+    read_rows,
 )
 from isobatch.shards.manifest import read_manifest
 from support.builds.shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
@@ -47,7 +48,7 @@ def test_a_missing_directory_and_an_unfinished_build_are_told_apart(build, tmp_p
 def test_a_build_of_another_version_is_refused(build, changes):
     rewrite_manifest(build, **changes)
     formats = "arrow, webdataset, energon, refs"
-    with pytest.raises(DataError, match=f"format_version 2 and 3, {formats}"):
+    with pytest.raises(DataError, match=f"format_version 2, 3 and 4, {formats}"):
         read_manifest(build)
 
 
@@ -192,7 +193,7 @@ def test_each_column_of_the_index_is_as_wide_as_its_largest_value(tmp_path):
     part.save(tmp_path / "part.arrow")
     figures = join_parts([tmp_path / "part.arrow"], tmp_path / "rows.arrow")
     assert (figures.num_groups, figures.largest["offset"]) == (3, 2**33)
-    merge_index([tmp_path / "rows.arrow"], [figures], [1], tmp_path)
+    merge_index([read_rows(tmp_path / "rows.arrow")], [figures], [1], tmp_path)
     with pa.ipc.open_file(tmp_path / "index.arrow") as written:
         table = written.read_all()
     types = {"offset": "uint64", "length": "uint32", "checksum": "uint64"}

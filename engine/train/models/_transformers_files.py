@@ -123,7 +123,7 @@ def _import_transformers(name: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            f"--model {name} needs transformers ({error}): pip install 'isobatch[hf]'"
+            f"--model {name} needs transformers ({error}): pip install transformers accelerate"
         ) from error
 
 

@@ -101,7 +101,7 @@ def _read_other(file: BinaryIO, num_bytes: int) -> AudioHeader:
     try:
         import soundfile  # noqa: PLC0415  (an optional dependency)
     except (ImportError, OSError):  # OSError: the library that it loads is not there
-        advice = "for MP3, Ogg and others: pip install isobatch[audio]"
+        advice = "for MP3, Ogg and others: pip install soundfile"
         what = f"not PCM in a WAV file, nor FLAC; {advice}"
         raise SampleProblem("audio_format", what) from None
     file.seek(0)

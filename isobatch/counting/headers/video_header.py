@@ -118,7 +118,7 @@ def _import_av() -> Any:
     try:
         import av  # noqa: PLC0415 - an extra, needed only here
     except ImportError:
-        advice = "reading videos needs PyAV: pip install 'isobatch[video]'"
+        advice = "reading videos needs PyAV: pip install av"
         raise SampleProblem("video_format", advice) from None
     # one of two equal lines would be missing in what FFmpeg says of a file
     av.logging.set_skip_repeated(False)

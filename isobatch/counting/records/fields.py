@@ -170,6 +170,15 @@ def add_never_read(known: NeverRead, more: NeverRead) -> None:
         known[name] = total, first or example
 
 
+def join_never_read(parts: Iterable[Mapping[str, NeverRead]]) -> dict[str, NeverRead]:
+    """What was never read of each source, in several parts of a dataset."""
+    joined: dict[str, NeverRead] = {}
+    for part in parts:
+        for name, paths in part.items():
+            add_never_read(joined.setdefault(name, {}), paths)
+    return joined
+
+
 def add_columns(
     known: NeverRead, columns: Mapping[str, str], keep_columns: Collection[str]
 ) -> None:

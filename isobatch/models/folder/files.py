@@ -82,7 +82,7 @@ class FileSource:
         try:
             from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415  (an extra)
         except ImportError:
-            hint = "to fetch it from the Hub: pip install 'isobatch[hub]'"
+            hint = "to fetch it from the Hub: pip install huggingface_hub datasets"
             raise ConfigError(f"{missing}; {hint}") from None
         try:
             with quiet_hub():

@@ -183,7 +183,7 @@ def test_other_kinds_without_soundfile_say_what_to_install(
     monkeypatch.setitem(sys.modules, "soundfile", None)
     found = problem(data)
     assert found.reason == "audio_format"
-    assert "pip install isobatch[audio]" in found.detail
+    assert "pip install soundfile" in found.detail
 
 
 @needs_soundfile

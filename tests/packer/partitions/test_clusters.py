@@ -134,7 +134,7 @@ def test_packed_partitions_of_other_options_are_not_mixed_in(raw, place, tmp_pat
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
-    reason="Ray is not installed: pip install isobatch[ray]",
+    reason="Ray is not installed: pip install ray",
 )
 def test_nodes_of_a_ray_cluster_that_die_change_no_byte(raw, place, tmp_path):
     source = upload(raw, f"{place}/raw")

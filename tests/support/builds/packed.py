@@ -33,8 +33,10 @@ def digests(out):
 
 def read_index(out):
     """The index and, in a column of its own, the sample ids."""
+    folder = out / read_manifest(out).tables
     tables = [
-        pa.ipc.open_file(str(out / name)).read_all() for name in ("index.arrow", "sample_ids.arrow")
+        pa.ipc.open_file(str(folder / name)).read_all()
+        for name in ("index.arrow", "sample_ids.arrow")
     ]
     return tables[0].append_column("sample_ids", tables[1].column("sample_ids"))
 

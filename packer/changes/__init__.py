@@ -1,0 +1,1 @@
+"""Finished builds that change: data added, builds merged, samples removed."""
