@@ -3,9 +3,12 @@
     python benchmarks/packing_partitions.py FILE... [--partitions 16] [--dp 8] [--join 1 16]
 
 FILE: a counts.parquet, or a length file as the OmniBal authors publish them; several are one
-dataset, one source after the other. Its samples are dealt to partitions as `packer build` deals
-pieces of files (16 contiguous pieces of a source for each), and grouped by the packer's code under
-the caps of the whole. Fill, waiting and mixture of sources are those of `packer report`.
+dataset, one source after the other. `--repeat N`: each source N times, for a small corpus.
+`--mixture N`: also the mixture of three sources of `order.py`, of N samples, with images as in
+FILE. Samples are dealt to partitions as `packer build` deals pieces of files (16 contiguous pieces
+of a source for each), and grouped by the packer's code under the caps of the whole. Fill, waiting
+and source entropy (1: as in a random order) are those of `packer report`. Exit status 1 if one of
+them is worse than that of one partition by more than `MOST`.
 
 `--join N...`: N partitions of a million samples each (lengths drawn with a fixed seed, no images)
 are joined by the packer's code; peak memory of that process, and what it reads per sample. The
@@ -18,11 +21,13 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -58,57 +63,93 @@ from isobatch.shards.tables import (
 
 MILLION = 1_000_000
 LIMITS = Limits(max_seq_len=48_000, max_vision=48_000, min_seq_len=0, min_vision=0)
+MOST = np.array([0.002, 0.002, 0.002, 0.01])
+"""What partitions may cost: fill, waiting for vision and for the LLM, source entropy."""
 console = Console(width=110)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--partitions", type=int, default=16)
     parser.add_argument("--dp", type=int, default=8)
     parser.add_argument("--max-seq-len", type=int, default=4096)
+    parser.add_argument("--repeat", type=int, default=1, metavar="N")
+    parser.add_argument("--mixture", type=int, default=0, metavar="N")
     parser.add_argument("--join", nargs="*", type=int, default=[])
     parser.add_argument("--joined", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--reported", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.joined:
-        return join(Path(options.joined[0]), int(options.joined[1]))
+        join(Path(options.joined[0]), int(options.joined[1]))
+        return 0
     if options.reported:
-        return report(Path(options.reported[0]))
-    if options.files:
-        console.print(groups_and_order(options))
+        report(Path(options.reported[0]))
+        return 0
+    missed = [
+        name for name, data in datasets(options) if not groups_and_order(name, *data, options)
+    ]
     if options.join:
         console.print(memory(options.join))
-    return None
+    for name in missed:
+        console.print(f"missed: {name}", style="red")
+    return 1 if missed else 0
 
 
 # --- groups and order ---
 
 
-def groups_and_order(options: argparse.Namespace) -> Table:
-    counts = pa.concat_tables([read_lengths(file) for file in options.files]).combine_chunks()
-    counts = counts.set_column(0, "position", pa.array(np.arange(len(counts))))
-    table = Table(title=f"{len(counts):,} samples, dp {options.dp}")
-    for name in ("partitions", "groups", "fill", "waiting ViT", "waiting LLM", "source entropy"):
-        table.add_column(name, justify="right")
+def datasets(options: argparse.Namespace) -> Iterator[tuple[str, tuple[pa.Table, int]]]:
+    """(name, (counts, LLM tokens of a group at most)) of each dataset."""
+    if options.files:
+        counts = pa.concat_tables([read_lengths(file) for file in options.files]).combine_chunks()
+        sources = source_numbers(counts)
+        rows = [np.flatnonzero(sources == source) for source in range(int(sources.max()) + 1)]
+        counts = counts.take(pa.array(np.concatenate([np.tile(of, options.repeat) for of in rows])))
+        counts = counts.set_column(0, "position", pa.array(np.arange(len(counts))))
+        yield " + ".join(file.stem for file in options.files), (counts, options.max_seq_len)
+    if options.mixture:
+        from order import mixture, published  # noqa: PLC0415  imports much else
+
+        tiles, tokens, _ = published(options.files)
+        data = mixture(tiles, tokens, options.mixture, np.random.default_rng(0))
+        columns: dict[str, Any] = {name: getattr(data.counts, name) for name in COUNT_COLUMNS}
+        columns |= {
+            "position": np.arange(len(data.sources)),
+            "sample_id": data.sources.astype(str),
+            "source": data.sources.astype(str),
+            "seq_len": data.counts.seq_len,
+            "media_bytes": np.zeros_like(data.sources),
+        }
+        table = pa.table({f.name: pa.array(columns[f.name], f.type) for f in COUNTS_SCHEMA})
+        yield data.name, (table, data.limits.max_seq_len)
+
+
+def groups_and_order(
+    name: str, counts: pa.Table, max_seq_len: int, options: argparse.Namespace
+) -> bool:
+    """Print a table; whether no figure is worse than that of one partition by MOST."""
+    table = Table(title=f"{name}: {len(counts):,} samples, dp {options.dp}")
+    columns = ("partitions", "groups", "fill", "waiting ViT", "waiting LLM", "source entropy")
+    for column in columns:
+        table.add_column(column, justify="right")
     arrays = counts_arrays(counts)
-    settings = GroupOptions(max_seq_len=options.max_seq_len)
+    settings = GroupOptions(max_seq_len=max_seq_len)
     unit = "vit_tokens" if arrays.num_image_patches.max() < 2 else "image_patches"
     whole = group_counts(arrays, settings, vision_unit=unit, context_len=1 << 20)
+    figures = []
     for number in (1, options.partitions):
         found = whole if number == 1 else in_partitions(counts, whole.limits, settings, number)
         with TemporaryDirectory() as folder:
             report = written(counts, found, Path(folder), options.dp)
         ours = report.methods["ours"]
-        table.add_row(
-            f"{number}",
-            f"{report.num_groups:,}",
-            f"{report.fill:.2%}",
-            f"{ours.dist_ratio_vit:.2%}",
-            f"{ours.dist_ratio_llm:.2%}",
-            f"{ours.shuffle[1].source_entropy:.3f}",
-        )
-    return table
+        entropy = ours.shuffle[1].source_entropy
+        figures.append([report.fill, ours.dist_ratio_vit, ours.dist_ratio_llm, entropy])
+        shares = [f"{value:.2%}" for value in figures[-1][:3]]
+        table.add_row(f"{number}", f"{report.num_groups:,}", *shares, f"{entropy:.3f}")
+    console.print(table)
+    more = np.diff(figures, axis=0)[0] * [-1, 1, 1, -1]
+    return bool((more <= MOST).all())
 
 
 def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, number: int) -> Grouping:
@@ -270,4 +311,4 @@ def print_used(started: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,15 +1,23 @@
-"""Progress of long work on a terminal: what is done, how fast, and the time left."""
+"""Progress of long work: what is done, how fast, and the time left.
 
-from collections.abc import Iterator
+A bar on a terminal. In a log, where that would be noise, a line a minute and one at the end.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 
-from isobatch.packer.format_text import counted
+from isobatch.packer.format_text import counted, seconds_text
+
+LINE_S = 60.0
+"""Time between lines in a log."""
+SPEED_S = 900.0
+"""Time by whose speed the time left is told: of many partitions, which first count, then write."""
 
 
 @dataclass(slots=True)
@@ -17,20 +25,41 @@ class RunningStage:
     """One stage of the work while it runs."""
 
     bar: Progress
-    task: TaskID
-    started: float = field(default_factory=perf_counter)
-    done: int = 0
     unit: str = "samples"
+    on_change: "Callable[[RunningStage], None] | None" = None
+    started: float = field(default_factory=perf_counter)
+    said: float = field(default_factory=perf_counter)
+    """When a line was written."""
+    done: int = 0
 
     def advance(self, work: float) -> None:
         """Add to the finished part of the stage's total."""
-        self.bar.advance(self.task, work)
+        self.show(self.done, self.task.completed + work)
 
     def count(self, items: int) -> None:
         """Add finished items of the unit, for the rate."""
-        self.done += items
-        rate = self.done / max(perf_counter() - self.started, 1e-9)
-        self.bar.update(self.task, detail=f"{self.done:,} {self.unit}, {rate:,.0f}/s")
+        self.show(self.done + items)
+
+    def show(self, done: int, work: float | None = None, note: str = "") -> None:
+        """All items that are done, and the finished part of the total; `note` goes first."""
+        self.done = done
+        now = perf_counter()
+        rate = self.done / max(now - self.started, 1e-9)
+        detail = f"{note}{self.done:,} {self.unit}, {rate:,.0f}/s" if done or note else ""
+        self.bar.update(self.task.id, completed=work, detail=detail)
+        if self.on_change is not None:
+            self.on_change(self)
+        if self.bar.disable and now - self.said >= LINE_S:
+            self.said = now
+            left = self.task.time_remaining
+            ends = "" if left is None else f", {seconds_text(left)} left"
+            line = f"{self.task.description:<7} {detail}{ends}"
+            self.bar.console.print(line, highlight=False, markup=False)
+
+    @property
+    def task(self) -> Task:
+        """What the bar knows of it."""
+        return self.bar.tasks[0]
 
 
 @dataclass(slots=True)
@@ -39,6 +68,8 @@ class StageProgress:
 
     console: Console = field(default_factory=partial(Console, quiet=True))
     seconds: dict[str, float] = field(default_factory=dict)
+    on_change: Callable[[RunningStage], None] | None = None
+    """Called with the stage that runs, whenever it gets on."""
 
     @contextmanager
     def stage(
@@ -51,10 +82,15 @@ class StageProgress:
             TextColumn("{task.fields[detail]}"),
             TimeRemainingColumn(),
         )
-        # in a log file a bar is noise: the line at the end is enough there
-        disabled = not self.console.is_terminal
-        with Progress(*columns, console=self.console, transient=True, disable=disabled) as bar:
-            stage = RunningStage(bar, bar.add_task(name, total=total, detail=""), unit=unit)
+        with Progress(
+            *columns,
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+            speed_estimate_period=SPEED_S,
+        ) as bar:
+            bar.add_task(name, total=total, detail="")
+            stage = RunningStage(bar, unit, self.on_change)
             yield stage
         took = perf_counter() - stage.started
         self.seconds[name] = self.seconds.get(name, 0.0) + took

@@ -178,7 +178,12 @@ class BalancedLoader(StepStream):
             as_files=records.as_files,
         )
         self._counter.name_blobs(0, size + 1)
-        return WorkerPool(setup, size)
+        pool = WorkerPool(setup, size)
+        # now, as workers take longer to open: they would wait for it after the first window
+        from isobatch.balance.grouping.window import load_kernels  # noqa: PLC0415 (see `loaders`)
+
+        load_kernels()
+        return pool
 
     def _settings(self) -> WindowSettings:
         packing, config = self._packing, self._config

@@ -79,7 +79,7 @@ class RecordReader:
         while len(samples):
             size = self._counter.chunk_records
             if self.pool is not None:
-                size = self.pool.records_per_task(size)
+                size = self.pool.records_per_task(size, len(samples))
             if len(chunk := admit(samples[:size])):
                 yield chunk
             samples = samples[size:]

@@ -10,11 +10,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from isobatch.common.errors import DataError
 
@@ -22,6 +22,11 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 IN_FLIGHT_PER_WORKER = 2
+HEAR_S = 0.5
+"""Between two looks at what workers tell."""
+
+_leader: "connection.Connection | None" = None
+"""Of a worker: the pipe to the process that has started it."""
 
 
 def default_workers() -> int:
@@ -30,19 +35,34 @@ def default_workers() -> int:
 
 
 def map_ordered(
-    function: Callable[[Task], Result], tasks: Iterable[Task], *, workers: int
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    *,
+    workers: int,
+    on_message: Callable[[Any], None] = lambda _: None,
 ) -> Iterator[Result]:
     """`function(task)` for every task, yielded in the order of the tasks.
 
     With one worker everything runs in this process. At most `IN_FLIGHT_PER_WORKER` tasks per worker
-    are read ahead. Raises DataError when a worker process dies.
+    are read ahead. Raises DataError when a worker process dies. `on_message` gets what workers
+    `tell_leader`, here, while a result is waited for.
     """
     if workers <= 1:
         yield from map(function, tasks)
         return
     # spawn: a forked child would inherit the tokenizer's and Arrow's threads in an unknown state
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_die_with_parent)
+    heard, told = context.Pipe(duplex=False)
+    os.set_blocking(told.fileno(), False)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(told,))
+
+    def next_result() -> Result:
+        first = pending.popleft()
+        while not wait([first], HEAR_S).done:
+            while heard.poll():
+                on_message(heard.recv())
+        return first.result()
+
     pending: deque[Future[Result]] = deque()
     try:
         for task in tasks:
@@ -50,9 +70,9 @@ def map_ordered(
                 pending.append(pool.submit(function, task))
             _deliver(came)
             if len(pending) >= workers * IN_FLIGHT_PER_WORKER:
-                yield pending.popleft().result()
+                yield next_result()
         while pending:
-            yield pending.popleft().result()
+            yield next_result()
     except BrokenProcessPool:
         hint = "run the same command again with fewer --workers to continue"
         raise DataError(f"a worker process died (often: out of memory); {hint}") from None
@@ -61,6 +81,8 @@ def map_ordered(
         # second Ctrl-C came in the middle of this.
         with _uninterrupted() as came:
             pool.shutdown(cancel_futures=True)
+        heard.close()
+        told.close()
         # A caller that left early stops already: what is raised then, nobody can catch.
         if sys.exc_info()[0] is not GeneratorExit:
             _deliver(came)
@@ -98,6 +120,23 @@ def _deliver(came: list[int]) -> None:
     """Let the handler of the first signal that came act now."""
     if came:
         signal.raise_signal(came[0])
+
+
+def tell_leader(message: Any) -> None:
+    """Give a worker's message of less than 4,000 bytes to the process that has started it.
+
+    Such a message is in the pipe as a whole or not at all, so no lock is needed that a killed
+    worker could keep. A full pipe takes none.
+    """
+    if _leader is not None:
+        with suppress(OSError):
+            _leader.send(message)
+
+
+def _begin(leader: connection.Connection) -> None:
+    global _leader  # noqa: PLW0603  a worker has one
+    _leader = leader
+    _die_with_parent()
 
 
 def _die_with_parent() -> None:

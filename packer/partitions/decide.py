@@ -29,6 +29,7 @@ from isobatch.packer.partitions.partition import (
     count_settings,
     no_values,
 )
+from isobatch.packer.partitions.reports import Tell
 from isobatch.packer.partitions.run import load_tools, run_jobs
 from isobatch.packer.sources.dataset import Dataset
 from isobatch.shards.tables import counts_arrays
@@ -118,7 +119,7 @@ def _drawn(cut: Cut, seed: int) -> Iterator[Dataset]:
         yield pieces[order[place]][0]
 
 
-def _count_first(job: _DrawnJob) -> pa.Table:
+def _count_first(job: _DrawnJob, _tell: Tell) -> pa.Table:
     """Counts of the usable samples of the first chunks of a piece."""
     settings = count_settings(job.config, *load_tools(job.config))
     (part,) = job.dataset.parts

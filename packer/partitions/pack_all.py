@@ -1,8 +1,8 @@
 """All partitions of a dataset, packed by this process and others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
 
 import pyarrow as pa
 
@@ -11,14 +11,18 @@ from isobatch.packer.config import BuildConfig
 from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.cut import Cut
 from isobatch.packer.partitions.decide import decide_by_counts
-from isobatch.packer.partitions.partition import Decisions, PackedPartition, PartitionJob
+from isobatch.packer.partitions.partition import (
+    CountedPartition,
+    Decisions,
+    PackedPartition,
+    PartitionJob,
+)
+from isobatch.packer.partitions.reports import PartitionReport, Tally, Tell
 from isobatch.packer.partitions.results import Results
 from isobatch.packer.partitions.run import count_partition, pack_partition, run_jobs
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.dataset import Dataset
 from isobatch.shards.tables import REJECTED_NAME, read_table
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +48,7 @@ class PartitionRun:
         jobs = self._jobs(decisions)
         mine = self._share(len(jobs))
         if count_first:
-            with self.progress.stage("count", len(jobs), unit="partitions") as stage:
-                for _ in self._run(count_partition, [jobs[place] for place in mine]):
-                    stage.advance(1)
-                    stage.count(1)
+            self._run("count", count_partition, [jobs[place] for place in mine], len(mine))
             found = [self.results.read_counted(job.place) for job in jobs]
             known = [of for of in found if of is not None]
             if len(known) < len(found):
@@ -60,11 +61,7 @@ class PartitionRun:
             jobs = [replace(job, decisions=of) for job, of in zip(jobs, decided, strict=True)]
         missing_numbers = set(self._missing())
         todo = [jobs[place] for place in mine if jobs[place].place in missing_numbers]
-        with self.progress.stage("pack", len(mine)) as stage:
-            stage.advance(len(mine) - len(todo))
-            for _, packed in self._run(pack_partition, todo):
-                stage.advance(1)
-                stage.count(packed.index.sums["num_samples"])
+        self._run("pack", pack_partition, todo, len(mine))
         if not (others := self._missing()):
             return ""
         return (
@@ -113,9 +110,22 @@ class PartitionRun:
         return self.results.missing(self.numbers)
 
     def _run(
-        self, function: Callable[[PartitionJob], Result], jobs: list[PartitionJob]
-    ) -> Iterator[tuple[int, Result]]:
-        return run_jobs(function, jobs, executor=self.config.executor, workers=self.config.workers)
+        self,
+        name: str,
+        function: Callable[[PartitionJob, Tell], CountedPartition | PackedPartition],
+        jobs: list[PartitionJob],
+        number: int,
+    ) -> None:
+        """Run a stage for some of `number` partitions, of which the others are done."""
+        config, look = self.config, None
+        if config.share:
+            self.results.sign()
+            look = self.results.seen
+        run = partial(run_jobs, executor=config.executor, workers=config.workers)
+        with self.progress.stage(name, number) as stage:
+            tally = Tally(stage, number, before=number - len(jobs), look=look)
+            for place, packed in run(function, jobs, tally.hear):
+                tally.hear(PartitionReport(jobs[place].place, 1.0, packed.num_samples))
 
     def _share(self, number: int) -> range:
         """The partitions that this process works on."""

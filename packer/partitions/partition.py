@@ -137,6 +137,11 @@ class PackedPartition:
     never_read: dict[str, NeverRead]
     """Part of the dataset -> keys of its records that nothing reads."""
 
+    @property
+    def num_samples(self) -> int:
+        """Samples in its groups."""
+        return self.index.sums["num_samples"]
+
     @classmethod
     def from_json(cls, text: str) -> "PackedPartition":
         """The partition of a file that `to_json` wrote."""
@@ -156,6 +161,11 @@ class CountedPartition:
     """Samples of each part of the dataset that can be used."""
     kinds: Kinds
     """Kinds of the values of kept columns."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that can be used."""
+        return sum(self.usable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +293,8 @@ class Partition:
         by_part = staged_never_read(self.staging.samples, names, self._records_per_part)
         for part in dataset.parts:
             columns = by_part.pop(part.name, {})
-            add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
+            if part.located.pieces != ():
+                add_columns(columns, part.open().unread_columns(), self.config.kept_columns)
             add_described(columns, part.located.unread)
             by_part |= {part.name: columns} if columns else {}
         return by_part

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from socket import gethostname
 
 from isobatch.common.plain_values import write_text
+from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.partition import ROWS_NAME, CountedPartition, PackedPartition
 from isobatch.shards.folders import is_uri, join, on_disk, open_folder, open_object_folder
 from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
@@ -21,6 +23,7 @@ from isobatch.shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 FIGURES_NAME = "partition.json"
 TABLES = (COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 FOLDER = "staging/partitions"
+_MACHINE = "machine-"
 
 
 class Results:
@@ -54,9 +57,9 @@ class Results:
         text = self.read_text(_counted_name(number))
         return None if text is None else CountedPartition(**json.loads(text))
 
-    def save_counted(self, number: int, counted: CountedPartition) -> None:
+    def save_counted(self, number: int, partition: CountedPartition) -> None:
         """Bring what was counted of a partition."""
-        self.save_text(_counted_name(number), json.dumps(asdict(counted)))
+        self.save_text(_counted_name(number), json.dumps(asdict(partition)))
 
     def read_text(self, name: str) -> str | None:
         """A text that all partitions need; None if nobody has saved it."""
@@ -76,10 +79,25 @@ class Results:
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
         """Those of the partitions that nobody has finished yet."""
-        folder = open_folder(self.out, follow_links=True)
-        is_there = folder.has_folder(self._folder)
-        names = {info.name for info in folder.files(self._folder)} if is_there else ()
+        names = self._names()
         return [number for number in numbers if self._name(number) not in names]
+
+    def sign(self) -> None:
+        """Leave this machine's name, for `seen`."""
+        self.save_text(f"{_MACHINE}{gethostname()}", "")
+
+    def seen(self) -> str:
+        """What is there of all jobs, as a text: partitions, and machines that have begun."""
+        names = self._names()
+        done = sum(name.endswith(f"/{FIGURES_NAME}") for name in names)
+        machines = sum(name.startswith(f"{self._folder}/{_MACHINE}") for name in names)
+        return f"{counted(done, 'partitions')} packed, {counted(machines, 'machines')}"
+
+    def _names(self) -> set[str]:
+        folder = open_folder(self.out, follow_links=True)
+        if not folder.has_folder(self._folder):
+            return set()
+        return {info.name for info in folder.files(self._folder)}
 
     def publish(self, number: int, packed: PackedPartition, work: Path) -> None:
         """Bring a partition that is packed in a work folder, and remove that."""

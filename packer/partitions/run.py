@@ -11,9 +11,10 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from socket import gethostname
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from isobatch.counting.text.chat_tokenizer import ChatTokenizer
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.presets import ModelPreset
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
-from isobatch.packer.count.process_pool import map_ordered
+from isobatch.packer.count.process_pool import HEAR_S, map_ordered, tell_leader
 from isobatch.packer.partitions.partition import (
     CountedPartition,
     PackedPartition,
@@ -31,6 +32,7 @@ from isobatch.packer.partitions.partition import (
     PartitionJob,
     tokenizer_place,
 )
+from isobatch.packer.partitions.reports import PartitionReport, Reporter, Tell
 from isobatch.packer.partitions.results import Results
 from isobatch.packer.progress import StageProgress
 
@@ -44,42 +46,55 @@ MOST_TRIES = 20
 
 
 def run_jobs(
-    function: Callable[[Job], Result], jobs: Sequence[Job], *, executor: str, workers: int
+    function: Callable[[Job, Tell], Result],
+    jobs: Sequence[Job],
+    on_report: Tell = lambda _: None,
+    *,
+    executor: str,
+    workers: int,
 ) -> Iterator[tuple[int, Result]]:
-    """(place, `function(job)`) of every job, as they finish; jobs have a `config`.
+    """(place, `function(job, tell)`) of every job, as they finish; jobs have a `config`.
 
-    DataError if a worker or Ray fails.
+    `on_report` gets here what `function` tells. DataError if a worker or Ray fails.
     """
     if executor == "ray":
-        yield from _on_ray(function, [_with_workers(job, 1) for job in jobs], workers)
+        single = [_with_workers(job, 1) for job in jobs]
+        yield from _on_ray(function, single, on_report, workers)
         return
     at_once = max(1, min(len(jobs), workers))
     inside = max(1, workers // at_once)
     tasks = (_with_workers(job, inside) for job in jobs)
-    yield from enumerate(map_ordered(function, tasks, workers=at_once))
+    call = partial(_call, function, on_report if at_once == 1 else tell_leader)
+    yield from enumerate(map_ordered(call, tasks, workers=at_once, on_message=on_report))
 
 
-def pack_partition(job: PartitionJob) -> PackedPartition:
+def _call(function: Callable[[Job, Tell], Result], tell: Tell, job: Job) -> Result:
+    return function(job, tell)
+
+
+def pack_partition(job: PartitionJob, tell: Tell) -> PackedPartition:
     """Pack a partition and bring its results, unless they are there already."""
     results, number = Results(job.out, job.key), job.place
-    if (packed := results.read(number)) is not None:
-        return packed
-    with _alone(job) as partition:
-        packed = results.read(number)  # of another process on this machine
-        if packed is None:
-            packed = partition.pack()
-            results.publish(number, packed, partition.work)
+    packed = results.read(number)
+    if packed is None:
+        with _alone(job, tell, counting=0.5) as partition:
+            packed = results.read(number)  # of another process on this machine
+            if packed is None:
+                packed = partition.pack()
+                results.publish(number, packed, partition.work)
+    tell(PartitionReport(number, 1.0, packed.num_samples))
     return packed
 
 
-def count_partition(job: PartitionJob) -> CountedPartition:
+def count_partition(job: PartitionJob, tell: Tell) -> CountedPartition:
     """Only count a partition: `pack_partition` goes on from there, in the same work folder."""
     results, number = Results(job.out, job.key), job.place
-    if (counted := results.read_counted(number)) is not None:
-        return counted
-    with _alone(job) as partition:
-        counted = partition.count()
-        results.save_counted(number, counted)
+    counted = results.read_counted(number)
+    if counted is None:
+        with _alone(job, tell, counting=1.0) as partition:
+            counted = partition.count()
+            results.save_counted(number, counted)
+    tell(PartitionReport(number, 1.0, counted.num_samples))
     return counted
 
 
@@ -102,12 +117,19 @@ def _load(
 
 
 @contextmanager
-def _alone(job: PartitionJob) -> Iterator[Partition]:
-    """The partition in a work folder of this machine, when no other process works there."""
+def _alone(job: PartitionJob, tell: Tell, counting: float) -> Iterator[Partition]:
+    """The partition in a work folder of this machine, when no other process works there.
+
+    It tells how far it is; `counting` is the part of its work that counting is.
+    """
     work = Path(job.work, gethostname(), f"{job.place:05d}")
     with alone_in(work):
         model, tokenizer = load_tools(job.config)
-        yield Partition(replace(job, work=str(work)), model, tokenizer, StageProgress())
+        progress = StageProgress()
+        partition = Partition(replace(job, work=str(work)), model, tokenizer, progress)
+        is_counted = partition.staging.samples.exists()
+        progress.on_change = Reporter(job.place, tell, 0.0 if is_counted else counting)
+        yield partition
 
 
 @contextmanager
@@ -126,22 +148,22 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _on_ray(
-    function: Callable[[Job], Result], jobs: Sequence[Job], workers: int
+    function: Callable[[Job, Tell], Result], jobs: Sequence[Job], on_report: Tell, workers: int
 ) -> Iterator[tuple[int, Result]]:
     ray = connect_ray(workers)
     task = ray.remote(num_cpus=1, max_retries=MOST_TRIES, scheduling_strategy="SPREAD")(_guarded)
     window = max(workers, int(ray.cluster_resources().get("CPU", 1))) * WINDOW_PER_CORE
     places: dict[Any, int] = {}
     waiting = iter(enumerate(jobs))
+    news = _News(ray, on_report)
     try:
         while True:
-            for place, job in waiting:
-                places[task.remote(function, pickle.dumps(job))] = place
-                if len(places) >= window:
-                    break
+            for place, job in islice(waiting, window - len(places)):
+                places[task.remote(function, pickle.dumps(job), os.getcwd(), news.board)] = place
             if not places:
                 return
-            done, _ = ray.wait(list(places))
+            done, _ = ray.wait(list(places), timeout=HEAR_S)
+            news.hear()
             for reference in done:
                 result = ray.get(reference)
                 if isinstance(result, bytes):
@@ -177,10 +199,54 @@ def connect_ray(workers: int) -> Any:
     return ray
 
 
-def _guarded(function: Callable[[Any], Any], job: bytes) -> Any:
-    """The result, or an error of ours as bytes: Ray gives back others in types of its own."""
+class _News:
+    """What tasks tell, as it comes; an actor next to this process has it meanwhile."""
+
+    def __init__(self, ray: Any, on_report: Tell) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=True)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=near)(_Board)
+        self._ray, self._on_report = ray, on_report
+        self.board = actor.remote()
+        self._coming = self.board.take.remote()
+
+    def hear(self) -> None:
+        """Pass on what has come."""
+        if self._ray.wait([self._coming], timeout=0)[0]:
+            with suppress(self._ray.exceptions.RayError):  # of an actor that died: others follow
+                for report in self._ray.get(self._coming):
+                    self._on_report(report)
+            self._coming = self.board.take.remote()
+
+
+class _Board:
+    """The actor."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, PartitionReport] = {}
+
+    def tell(self, report: PartitionReport) -> None:
+        self._latest[report.place] = report
+
+    def take(self) -> list[PartitionReport]:
+        taken, self._latest = self._latest, {}
+        return list(taken.values())
+
+
+def _guarded(function: Callable[[Any, Tell], Any], job: bytes, folder: str, board: Any) -> Any:
+    """The result, or an error of ours as bytes: Ray gives back others in types of its own.
+
+    `folder`: current where the command was given, by which relative paths are found.
+    """
+    import ray  # noqa: PLC0415 - an extra
+
+    node = ray.get_runtime_context().get_node_id()
+    with suppress(OSError):  # a node may lack it
+        os.chdir(folder)
     try:
-        return function(pickle.loads(job))
+        return function(
+            pickle.loads(job), lambda report: board.tell.remote(replace(report, node=node))
+        )
     except IsobatchError as error:
         return pickle.dumps(error)
     except OSError as error:  # a full disk, a folder that this node does not have

@@ -101,6 +101,12 @@ class Source(ABC):
                 infos.append(self.folder.info(name))
         return infos
 
+    def read_names(self) -> list[str]:
+        """Names of the files that are read, in order; no file is looked at for it."""
+        if self.located.pieces is None:
+            return list(self.located.names)
+        return list(dict.fromkeys(piece.name for piece in self.located.pieces))
+
     def pieces(self) -> Iterable[FilePiece]:
         """What is read of the files, in order."""
         if self.located.pieces is not None:

@@ -90,12 +90,12 @@ class DatasetsSource(Source):
 
     def columns(self) -> set[str]:
         """Columns of the first row, also those that no record is read from."""
-        names = [info.name for info in self.files()]
+        names = self.read_names()
         return set(next(self._rows(names if self._together else names[:1], self.name), ()))
 
     def unread_columns(self) -> dict[str, str]:
         """Columns of the first rows that no record is read from."""
-        names = [info.name for info in self.files()]
+        names = self.read_names()
         rows = islice(self._rows(names if self._together else names[:1], self.name), FIRST_ROWS)
         values = examples(rows)
         known = known_columns(self.columns(), self.name, self.located)

@@ -205,6 +205,7 @@ class _Lines:
             end = block.find(b"\n", max(self._stop - 1 - begin, 0))
             if end >= 0:
                 self._has_ended = True
+                self._file.seek(begin + end + 1)  # what is read is where the piece ends
                 return block[: end + 1]
         return block
 

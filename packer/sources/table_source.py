@@ -190,7 +190,7 @@ class TableSource(Source):
 
     def columns(self) -> set[str]:
         """Columns of the first file, also those that no record is read from."""
-        name = self.files()[0].name
+        name = self.located.names[0]
         if self._is_streamed:
             with opened(self.folder, name) as file:
                 return set(pa.ipc.open_stream(file).schema.names)
@@ -198,10 +198,10 @@ class TableSource(Source):
             return set(table.columns)
 
     def unread_columns(self) -> dict[str, str]:
-        """Columns of the first file that no record is read from, by its first blocks."""
-        if not (infos := self.files()):
+        """Columns of the first file read here that no record is read from, by its first blocks."""
+        if not (names := self.read_names()):
             return {}
-        name = infos[0].name
+        name = names[0]
         where = join(self.located.folder, name)
         if self._is_streamed:
             with opened(self.folder, name) as file:

@@ -8,8 +8,6 @@ import importlib.util
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -23,12 +21,9 @@ from support.builds.raw_data import (
     write_dataset,
     write_partitioned,
 )
+from support.workers.ray_cluster import RUN_S, ray_cluster
 
 KILLS = min(10, int(os.environ.get("ISOBATCH_TEST_DRAWS", "4")))
-RUN_S = 600
-"""For a build at most. Ray takes 10 s here, but minutes next to a few other processes that want the
-cores.
-"""
 NEEDS_RAY = [
     pytest.mark.ray,
     pytest.mark.timeout(2 * RUN_S),
@@ -43,12 +38,6 @@ if __name__ == "__main__":
     os.setsid()  # so that it can be told when all its processes have ended
     from isobatch.packer.cli import main
     main()
-"""
-CLUSTER = """
-import ray
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-print(ray.get_runtime_context().gcs_address, flush=True)
-input()
 """
 
 
@@ -93,24 +82,6 @@ def undisturbed(dataset, shared):
 
     folder = shared("not killed", make)
     return folder / "out", float((folder / "seconds").read_text())
-
-
-@contextlib.contextmanager
-def ray_cluster():
-    """Runs until the block ends; joined by every build in it, which so starts in a third of the
-    time, and dies at work more often than while Ray starts.
-    """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # Ray 2.60 asks those who join for a token, which it does not give them
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    starting = [sys.executable, "-c", CLUSTER]
-    with subprocess.Popen(starting, env=environment, **pipes) as head:
-        try:
-            os.environ["RAY_ADDRESS"] = head.stdout.readline().strip()
-            yield
-        finally:
-            del os.environ["RAY_ADDRESS"]
-            head.communicate("\n", timeout=RUN_S)
 
 
 @pytest.mark.slow

@@ -60,6 +60,13 @@ def group_window(
     return planned_order(groups, over, seed=seed, place=place), rows[waiting]
 
 
+def load_kernels() -> None:
+    """Load what `group_window` runs, or compile it: some .7 s of CPU, once in a process."""
+    loads = np.arange(1, 9)
+    limits = Limits(max_seq_len=16, max_vision=16, min_seq_len=15, min_vision=15)
+    group_window(loads, loads, limits, seed=0)
+
+
 def planned_order(groups: Groups, over: IntArray, *, seed: int, place: tuple[int, int]) -> Groups:
     """A window's groups, and each sample `over` a cap as a group, in random order."""
     sizes = np.concatenate([groups.sizes, np.ones(len(over), np.int64)])

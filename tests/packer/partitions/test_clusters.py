@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ from ray.cluster_utils import Cluster
 
 def main():
     import ray
+    from rich.console import Console
+    from isobatch.packer import progress
     from isobatch.packer.build import Builder
     from isobatch.packer.config import BuildConfig
 
@@ -51,7 +54,9 @@ def main():
 
     killer = threading.Thread(target=kill)
     killer.start()
-    totals = Builder(BuildConfig(**json.loads(sys.argv[1]))).build().totals
+    progress.LINE_S = 0.0
+    told = progress.StageProgress(Console(file=sys.stdout, width=200))
+    totals = Builder(BuildConfig(**json.loads(sys.argv[1])), told).build().totals
     ended.set()
     killer.join()
     print("packed", totals["num_packed"], "killed", len(killed), flush=True)
@@ -152,4 +157,8 @@ def test_nodes_of_a_ray_cluster_that_die_change_no_byte(raw, place, tmp_path):
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert "packed 2598 killed" in ran.stdout
+    nodes = re.findall(r"^pack +\d of 3 partitions, (\d) nodes?, ", ran.stdout, re.MULTILINE)
+    assert nodes, ran.stdout
+    assert set(map(int, nodes)) <= {1, 2, 3}
+    assert re.search(r"^pack +3 of 3 partitions, 2,598 samples, ", ran.stdout, re.MULTILINE)
     assert found_at(out, tmp_path / "down") == digests(expected)

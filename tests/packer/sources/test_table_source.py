@@ -365,3 +365,16 @@ def test_columns_that_nothing_reads_are_named_with_a_value(tmp_path, layout):
     for keep, left in (((), ["level", "raw"]), (("raw",), ["level"]), ((ALL_COLUMNS,), [])):
         source = open_located(replace(located, keep=keep), "set", located.folder)
         assert source.unread_columns() == {name: expected[name] for name in left}
+
+
+def test_a_piece_looks_for_such_columns_in_its_own_files_alone(tmp_path, monkeypatch):
+    for number in range(3):
+        values = [{"text": "T", f"level{number}": "hard"}]
+        pq.write_table(pa.Table.from_pylist(values), tmp_path / f"{number}.parquet")
+    located = locate(str(tmp_path), known=[])
+    pieces = (FilePiece("1.parquet", size=9), FilePiece("2.parquet", size=9))
+    source = open_located(replace(located, pieces=pieces), "set", located.folder)
+    monkeypatch.setattr(type(source.folder), "info", None)
+    assert source.unread_columns() == {"level1": '"hard"'}
+    nothing = open_located(replace(located, pieces=()), "set", located.folder)
+    assert nothing.unread_columns() == {}
