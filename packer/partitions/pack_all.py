@@ -1,6 +1,6 @@
 """All partitions of a dataset, packed by this process and others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
