@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -39,6 +39,8 @@ class StageProgress:
 
     console: Console = field(default_factory=partial(Console, quiet=True))
     seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    """Of this process alone."""
 
     @contextmanager
     def stage(
@@ -53,11 +55,14 @@ class StageProgress:
         )
         # in a log file a bar is noise: the line at the end is enough there
         disabled = not self.console.is_terminal
+        cpu_before = process_time()
         with Progress(*columns, console=self.console, transient=True, disable=disabled) as bar:
             stage = RunningStage(bar, bar.add_task(name, total=total, detail=""), unit=unit)
             yield stage
         took = perf_counter() - stage.started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
+        cpu = process_time() - cpu_before
+        self.cpu_seconds[name] = self.cpu_seconds.get(name, 0.0) + cpu
         rate = f", {stage.done / max(took, 1e-9):,.0f}/s" if stage.done else ""
         done = f"{counted(stage.done, stage.unit):>17} in {took:,.1f} s{rate}"
         self.console.print(f"[bold]{name:<7}[/] {done}", highlight=False)

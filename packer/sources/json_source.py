@@ -31,7 +31,6 @@ from isobatch.packer.sources.base import (
 from isobatch.packer.sources.trainers.sampling import Sampling
 from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import Folder, join
-from isobatch.shards.local_folder import FileInfo
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20
@@ -82,14 +81,14 @@ class AnnotationSource(Source):
         if {"sampling", "subset"} & dict(self.located.options).keys():
             return None
         pieces: list[FilePiece] = []
-        for info in self.files():
-            even = even_pieces(info, num_bytes)
-            if info.name.endswith(".gz") or len(even) == 1:
-                pieces.append(FilePiece(info.name, size=info.size))
-            elif _has_lines(self.folder, info.name):
+        for file in self.pieces():
+            even = even_pieces(file, num_bytes)
+            if file.name.endswith(".gz") or len(even) == 1:
+                pieces.append(file)
+            elif _has_lines(self.folder, file.name):
                 pieces += even
             else:
-                pieces += _array_pieces(self.folder, info, num_bytes)
+                pieces += _array_pieces(self.folder, file, num_bytes)
         return pieces
 
     def bytes_per_record(self) -> float:
@@ -214,19 +213,19 @@ def _has_lines(folder: Folder, name: str) -> bool:
         return _lines_in(_Window(raw, lambda: None), join(folder.uri, name))
 
 
-def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[FilePiece]:
+def _array_pieces(folder: Folder, file: FilePiece, num_bytes: int) -> list[FilePiece]:
     """An array in pieces of about `num_bytes`: reads it once."""
     borders = [(0, 0)]
-    with opened(folder, info.name) as raw:
+    with opened(folder, file.name) as raw:
         window = _Window(raw, lambda: None)
-        values = _values(window, join(folder.uri, info.name))
+        values = _values(window, join(folder.uri, file.name))
         for number, _ in enumerate(values, 1):
             # what was read is a little ahead of what was parsed
             if window.num_read >= borders[-1][0] + num_bytes:
                 place = window.place()
-                if place >= borders[-1][0] + num_bytes and info.size - place > num_bytes // 2:
+                if place >= borders[-1][0] + num_bytes and file.size - place > num_bytes // 2:
                     borders.append((place, number))
-    return pieces_between(info, borders)
+    return pieces_between(file, borders)
 
 
 def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
