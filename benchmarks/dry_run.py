@@ -92,7 +92,7 @@ def write_datasets(folder: Path, corpus: Path | None, size: float) -> dict[str, 
 
 
 def write_manuals(folder: Path, corpus: Path | None, number: int) -> None:
-    """The corpus again and again, in its order, each record with another ending."""
+    """The corpus again and again, each record with another ending."""
     if corpus is None:
         corpus = folder.parent / "demo"
         write_demo(corpus)
@@ -102,8 +102,8 @@ def write_manuals(folder: Path, corpus: Path | None, number: int) -> None:
     (folder / "images").symlink_to((corpus / "images").resolve())
     varied = []
     for place in range(number):
-        # one after the other, as concatenated datasets are: a file in no random order
-        row: dict[str, Any] = json.loads(json.dumps(rows[place * len(rows) // number]))
+        # sorted by manual, as the corpus is: a file in no random order
+        row: dict[str, Any] = json.loads(json.dumps(rows[place % len(rows)]))
         row["id"] = f"{place}-{row['id']}"
         row["conversations"][-1]["value"] += f" {passage(draw)}" * draw.randrange(4)
         if draw.random() < 0.01:
@@ -139,14 +139,14 @@ def compare(name: str, place: list[str], out: Path, options: argparse.Namespace)
         totals = read_manifest(str(out)).values["totals"]
         shutil.rmtree(out)
     said, report = forecasts[0][0], builds[0][0]["report"]
-    seconds = [row["seconds"] for value, *_ in forecasts for row in value["workers"][:1]]
+    seconds = [value["seconds"] for value, *_ in forecasts]
     cpu = [value["cpu_seconds"] for value, *_ in forecasts]
     rows = [
-        ("samples packed", said["num_packed"], totals["num_packed"]),
-        ("groups", said["num_groups"], totals["num_groups"]),
+        ("num_packed", said["num_packed"], totals["num_packed"]),
+        ("num_groups", said["num_groups"], totals["num_groups"]),
         ("fill", said["fill"], report["fill"]),
-        ("rejected", said["num_rejected"], totals["num_rejected"]),
-        ("bytes", said["num_bytes"], num_bytes),
+        ("num_rejected", said["num_rejected"], totals["num_rejected"]),
+        ("num_bytes", said["num_bytes"], num_bytes),
         ("seconds", statistics.median(seconds), statistics.median(b[1] for b in builds)),
         ("CPU seconds", statistics.median(cpu), statistics.median(b[2] for b in builds)),
     ]
@@ -158,13 +158,13 @@ def compare(name: str, place: list[str], out: Path, options: argparse.Namespace)
         f" {', '.join(f'{s:.1f} ({c:.1f})' for s, c in zip(seconds, cpu, strict=True))}"
     )
     texts = []
-    for place, (figure, value, truth) in enumerate(rows):
+    for number, (figure, value, truth) in enumerate(rows):
         interval = said["intervals"].get(figure)
         digits = ".3f" if figure == "fill" else ",.0f"
         texts.append(
             [
-                name if place == 0 else "",
-                figure,
+                name if number == 0 else "",
+                figure.removeprefix("num_"),
                 f"{value:{digits}}",
                 "" if interval is None else f"± {interval:.1%}",
                 f"{truth:{digits}}",

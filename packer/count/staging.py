@@ -74,7 +74,7 @@ class Staging:
         temporary.replace(path)
 
     def merge(self, chunks: Sequence[int], records_per_part: Sequence[int]) -> None:
-        """One file of the parts of these chunks, whole or not at all. The parts are then removed."""
+        """One file of the parts of chunks, whole or not at all. The parts are then removed."""
         temporary = self.samples.with_suffix(".tmp")
         parts = [self.part(chunk) for chunk in chunks]
         schema = _read_part(parts[0]).schema if parts else STAGED_SCHEMA

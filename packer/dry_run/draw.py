@@ -25,11 +25,11 @@ from isobatch.packer.sources.dataset import Dataset, Part
 SHARE = 0.02
 """Of a dataset's records, which are drawn."""
 LEAST, MOST = 2048, 1 << 16
-"""Records that are drawn at least, if there are so many, and at most."""
+"""Records that are drawn at least, if there are so many, and about at most."""
 WINDOWS, WINDOW_RECORDS = 256, 16
 """Windows of a part at most, and records of one at least."""
-BATCH, LEAST_BATCH, BATCHES = 256, 16, 8
-"""Records that are counted together, at most and at least; batches of a part at least."""
+BATCH, BATCHES = 256, 8
+"""Records that are counted together, about, and batches of a part at least."""
 MOST_PIECES = 1 << 17
 """Pieces that files are cut into, about: more take long to list."""
 BATCH_NUMBERS = 1 << 12
@@ -95,8 +95,8 @@ class DrawnBatch:
     cpu_until_ready: float
 
 
-def draw(dataset: Dataset, config: BuildConfig, folder: Path) -> list[DrawJob]:
-    """What to count of the dataset, in its order."""
+def draw(dataset: Dataset, config: BuildConfig, folder: Path, times: float) -> list[DrawJob]:
+    """What to count of the dataset, in its order; `times` as much as is usual."""
     records = records_of_parts(dataset)
     remaining = inf if config.limit is None else config.limit
     parts, sizes = [], []
@@ -105,20 +105,22 @@ def draw(dataset: Dataset, config: BuildConfig, folder: Path) -> list[DrawJob]:
         parts.append(part if limit == inf else replace(part, limit=int(limit)))
         sizes.append(min(number, limit))
         remaining -= sizes[-1]
-    share = min(max(SHARE * sum(sizes), LEAST), MOST) / max(sum(sizes), 1.0)
+    number = min(times * max(SHARE * sum(sizes), LEAST), MOST)
+    share = number / max(sum(sizes), 1.0)
     jobs: list[DrawJob] = []
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         if size < 1:
             continue
-        wanted = max(share * size, LEAST / len(parts))
+        wanted = max(share * size, times * LEAST / len(parts))
         chunk = max(WINDOW_RECORDS, int(wanted / WINDOWS))
         phase = int(random_bits(1, config.seed, PARTS, epoch=3, place=number)[0]) / 2**64
         # half of it and more is as soon read as a part of that
         windows = [_Window(part, 1.0)]
         if 2 * wanted < size:
             windows = _windows(part, wanted / size, chunk / size, phase)
-        count = min(len(windows), max(1, round(wanted / BATCH)))
-        batch = int(min(BATCH, max(LEAST_BATCH, wanted / BATCHES)))
+        count = min(len(windows), max(BATCHES, round(wanted / BATCH)))
+        # what is drawn of one window is divided, and what is drawn of several is not
+        batch = 2 * BATCH if count > 1 else ceil(min(BATCH, wanted / BATCHES))
         for first in range(count):
             jobs.append(
                 DrawJob(
@@ -163,7 +165,8 @@ def _windows(part: Part, share: float, least: float, phase: float) -> list[_Wind
         or (file.size > 2 * width and (start - phase * gap) % gap < width)
     ]
     size = max(width, sum(file.size for file, _ in chosen) / MOST_PIECES)
-    pieces = _only(part, tuple(file for file, _ in chosen)).open().cut(int(size))
+    source = _only(part, tuple(file for file, _ in chosen)).open()
+    pieces = source.cut(int(size))
     if pieces is None:
         return whole
     start_of = {file.name: start for file, start in chosen}
@@ -174,7 +177,7 @@ def _windows(part: Part, share: float, least: float, phase: float) -> list[_Wind
         start_of[piece.name] += piece.size
         if step > 1:
             large.append(_Window(_only(part, (piece,)), piece.size / total, step, phase))
-        elif window >= 0:
+        elif window >= 0 and (piece := source.aligned(piece)).size:
             windows.setdefault(window, []).append(piece)
     joined = [
         _Window(_only(part, tuple(of)), sum(piece.size for piece in of) / total)
@@ -263,7 +266,8 @@ def reading_seconds(part: Part, num_records: int) -> tuple[float, float]:
     next(records, None)  # what comes before it is not read for each
     begun, cpu_begun = time.perf_counter(), time.process_time()
     number = 0
-    for number, _ in enumerate(records, 1):
+    for _ in records:
+        number += 1
         if time.perf_counter() - begun > READ_SECONDS:
             break
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun

@@ -8,7 +8,6 @@ samples fill groups less. Some of these groups are written.
 import time
 from dataclasses import asdict, dataclass, replace
 from math import ceil
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -57,6 +56,8 @@ POPULATION = 1 << 16
 """Samples that are grouped at most: more do not fill groups better."""
 WRITTEN_BYTES = 64 << 20
 """Bytes of samples that are written, about."""
+WIDEST, MOST_TIMES = 0.08, 5.0
+"""Half of a 95 % interval for which more is drawn, and how much more at most."""
 CLUSTER = (16, 64, 256, 1024)
 """Workers of a cluster that a time is shown for, where there are as many partitions."""
 FEW = 64
@@ -110,6 +111,40 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         return asdict(self) | {"limits": self.limits.to_json()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counted:
+    """Drawn records that are counted and staged."""
+
+    drawn: Drawn
+    ends: IntArray
+    """Where each batch ends among the staged samples."""
+    samples: pa.Table
+    rejected: pa.Table
+    ready_seconds: float
+    """Until a process could count."""
+    ready_cpu: float
+    merge_seconds: float
+
+    def in_batches(self, rows: pa.Table, values: Any = None) -> FloatArray:
+        """Number, or sum of values, of rows of each batch."""
+        batch_of = np.searchsorted(self.ends, rows.column("position").to_numpy(), "right")
+        return np.bincount(batch_of, values, len(self.ends)).astype(float)
+
+    def with_loads(self, loads: dict[str, FloatArray]) -> Drawn:
+        """The batches, with the sums of these over their samples."""
+        sums = {name: self.in_batches(self.samples, of) for name, of in loads.items()}
+        return replace(self.drawn, loads=sums)
+
+    @property
+    def interval(self) -> float:
+        """Half of the widest 95 % interval of tokens, vision and bytes, as a share."""
+        names = ("seq_len", "num_image_patches", "num_vit_tokens")
+        loads = {name: self.samples.column(name).to_numpy() for name in names}
+        loads["bytes"] = sample_bytes(self.samples)
+        sure = self.with_loads(loads).intervals()
+        return max(sure[name] for name in loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,24 +210,14 @@ class _Trial:
         """All figures."""
         config = self.config
         cut = cut_dataset(self.dataset, config.partition_samples, config.seed, limit=config.limit)
-        drawn, ends = self._count(len(cut.partitions))
-
-        def in_batches(positions: pa.ChunkedArray, values: Any = None) -> FloatArray:
-            batch_of = np.searchsorted(ends, positions.to_numpy(), "right")
-            return np.bincount(batch_of, values, len(ends)).astype(float)
-
-        begun = time.perf_counter()
-        samples, rejected, _ = split_staged(self.builder.staging.samples)
-        splitting = time.perf_counter() - begun
-        if len(samples) == 0:
-            raise nothing_to_pack(rejected)
-        positions = samples.column("position")
-        drawn = replace(drawn, usable=in_batches(positions))
-        packed = self._pack(cut, drawn, samples)
+        counted = self._count(1)
+        if counted.interval > WIDEST:
+            counted = self._count(min((counted.interval / WIDEST) ** 2, MOST_TIMES))
+        self._note_start(counted, len(cut.partitions))
+        samples, rejected, ends = counted.samples, counted.rejected, counted.ends
+        packed = self._pack(cut, counted)
         loads = _loads(samples, packed.limits, with_media=config.format != "refs")
-        drawn = replace(
-            drawn, loads={name: in_batches(positions, of) for name, of in loads.items()}
-        )
+        drawn = counted.with_loads(loads)
 
         # samples and groups
         whole, sure = drawn.totals(), drawn.intervals()
@@ -202,7 +227,7 @@ class _Trial:
         reasons["not_drawn"] = np.maximum(surplus, 0).sum()
         for reason in rejected.column("reason").unique().to_pylist():
             rows = rejected.filter(pc.equal(rejected.column("reason"), reason))
-            reasons[reason] = drawn.in_parts(in_batches(rows.column("position"))).sum()
+            reasons[reason] = drawn.in_parts(counted.in_batches(rows)).sum()
         num_read, num_packed = round(whole["num_rows"]), round(whole["num_packed"])
         num_repeated = int(np.maximum(-surplus, 0).sum())
         self._note_rejected(reasons, num_read)
@@ -214,8 +239,9 @@ class _Trial:
         scales = {"group": scale, "write": bytes_scale, "tables": scale}
         stages = {"read": reading, "count": whole["seconds"]}
         stages |= {name: packed.seconds[name] * of for name, of in scales.items()}
-        stages["tables"] += splitting * num_read / ends[-1]
-        cpu_seconds = self.startup_cpu + reading_cpu + whole["cpu_seconds"] + splitting * scale
+        merging = counted.merge_seconds * num_read / ends[-1]
+        stages["tables"] += merging
+        cpu_seconds = self.startup_cpu + reading_cpu + whole["cpu_seconds"] + merging
         cpu_seconds += sum(packed.cpu_seconds[name] * of for name, of in scales.items())
         times = self._times(stages, len(cut.partitions), price)
         counting = sure["seconds"] * stages["count"] + sure["num_bytes"] * stages["write"]
@@ -251,12 +277,13 @@ class _Trial:
             notes=self.notes,
         )
 
-    def _count(self, num_partitions: int) -> tuple[Drawn, IntArray]:
-        """Draw, count and stage; -> batches, and where each ends among the staged samples."""
+    def _count(self, times: float) -> _Counted:
+        """Draw, count and stage, `times` as much as is usual."""
         staging, config = self.builder.staging, self.config
+        staging.remove()
         staging.prepare()
-        jobs = draw(self.dataset, config, staging.folder)
-        begun = time.time()
+        jobs = draw(self.dataset, config, staging.folder, times)
+        begun, cpu_begun = time.time(), time.process_time()
         batches: list[DrawnBatch] = []
         with self.progress.stage("draw", len(jobs), unit="records") as stage:
             for _, of in run_jobs(count_drawn, jobs, executor="local", workers=config.workers):
@@ -265,35 +292,56 @@ class _Trial:
                 stage.count(sum(batch.num_rows for batch in of))
         if not batches:
             raise no_records(self.dataset)
-        # every pool of processes starts like that: one counts and one writes
         ready = min(batches, key=lambda batch: batch.ready_at)
-        pools = 0 if config.workers == 1 else config.workers * (1 + (num_partitions == 1))
-        self.startup += ready.ready_at - begun
-        self.startup_cpu += pools * ready.cpu_until_ready or ready.ready_at - begun
         num_rows = np.array([batch.num_rows for batch in batches])
         parts = np.array([batch.part for batch in batches])
-        begun = time.time()
+        merging = time.perf_counter()
         records = np.bincount(parts, num_rows, len(self.dataset.parts)).astype(int).tolist()
         staging.merge([batch.number for batch in batches], records)
+        samples, rejected, _ = split_staged(staging.samples)
+        merging = time.perf_counter() - merging
+        if len(samples) == 0:
+            raise nothing_to_pack(rejected)
         names = ("num_rows", "seconds", "cpu_seconds")
-        drawn = Drawn(
-            dataset=self.dataset,
-            parts=parts,
-            shares=np.array([batch.share for batch in batches]),
-            usable=np.zeros(len(batches)),
-            costs={name: np.array([getattr(of, name) for of in batches], float) for name in names},
+        counted = _Counted(
+            drawn=Drawn(
+                dataset=self.dataset,
+                parts=parts,
+                shares=np.array([batch.share for batch in batches]),
+                usable=np.zeros(len(batches)),
+                costs={
+                    name: np.array([getattr(of, name) for of in batches], float) for name in names
+                },
+            ),
+            ends=np.cumsum(num_rows),
+            samples=samples,
+            rejected=rejected,
+            ready_seconds=ready.ready_at - begun,
+            # a process of its own has done nothing else before
+            ready_cpu=ready.cpu_until_ready - (cpu_begun if config.workers == 1 else 0.0),
+            merge_seconds=merging,
         )
-        return drawn, np.cumsum(num_rows)
+        usable = counted.in_batches(samples)
+        return replace(counted, drawn=replace(counted.drawn, usable=usable))
 
-    def _pack(self, cut: Cut, drawn: Drawn, samples: pa.Table) -> _Packed:
+    def _note_start(self, counted: _Counted, num_partitions: int) -> None:
+        """Add what it takes until processes count."""
+        workers = self.config.workers
+        # one pool of processes counts, and of a single partition another one writes
+        pools = 2 if workers > 1 and num_partitions == 1 else 1
+        self.startup += counted.ready_seconds * pools
+        self.startup_cpu += counted.ready_cpu * pools * workers
+
+    def _pack(self, cut: Cut, counted: _Counted) -> _Packed:
         """Group the drawn samples, as often as a partition has them, and write some groups."""
-        config, builder = self.config, self.builder
-        begun = time.perf_counter()
+        config, builder, drawn, samples = self.config, self.builder, counted.drawn, counted.samples
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         few = counts_arrays(samples.slice(0, FEW))
         group_counts(
             few, GroupOptions(), vision_unit=builder.model.vision_unit, context_len=1 << 31
         )
         self.startup += time.perf_counter() - begun
+        self.startup_cpu += time.process_time() - cpu_begun
         decisions = Decisions()
         both = config.max_seq_len is not None and config.max_vision is not None
         if len(cut.partitions) > 1 and not both:

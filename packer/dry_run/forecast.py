@@ -79,4 +79,4 @@ class Drawn:
         }
 
     def _per_part(self, values: FloatArray) -> FloatArray:
-        return np.bincount(self.parts, values, len(self.dataset.parts))
+        return np.bincount(self.parts, values, len(self.dataset.parts)).astype(np.float64)

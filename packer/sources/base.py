@@ -114,6 +114,10 @@ class Source(ABC):
         """
         return None
 
+    def aligned(self, piece: FilePiece) -> FilePiece:
+        """A piece of `cut`, from where its first record begins to where the next piece's does."""
+        return piece
+
     def bytes_per_record(self) -> float:
         """Bytes of the files that a record takes, about: by the first records."""
         chunks = self.chunks(FIRST_RECORDS, lambda _: None)

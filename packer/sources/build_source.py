@@ -194,7 +194,8 @@ class PackedBuildSource(Source):
         """By the manifest."""
         manifest = read_manifest(self.located.folder)
         size = sum(shard.size for shard in manifest.shards)
-        return max(1.0, size / max(1, manifest.values["totals"]["num_packed"]))
+        num_samples: int = manifest.values["totals"]["num_packed"]
+        return max(1.0, size / max(1, num_samples))
 
     def columns(self) -> set[str]:
         """Columns of the raw data that the build kept."""

@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import compress, islice
 from typing import IO, Any
 
@@ -33,6 +34,8 @@ from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
+LINE_BYTES = 1 << 14
+"""Bytes that are read at a time to find the end of a line."""
 MAX_RECORD_CHARS = 64 << 20
 """Length of a record at most; what looks longer is a quote that never closes."""
 
@@ -90,6 +93,18 @@ class AnnotationSource(Source):
             else:
                 pieces += _array_pieces(self.folder, file, num_bytes)
         return pieces
+
+    def aligned(self, piece: FilePiece) -> FilePiece:
+        """Pieces of JSON lines between lines; those of arrays are between records already."""
+        # of an array, `first` is the number of a record
+        if piece.is_file or piece.first != piece.start:
+            return piece
+        if piece.start == 0 and not _has_lines(self.folder, piece.name):
+            return piece
+        ends = piece.start, piece.start + piece.size
+        with opened(self.folder, piece.name) as raw:
+            start, stop = (_line_start(raw, at) for at in ends)
+        return replace(piece, start=start, first=start, stop=stop, size=stop - start)
 
     def bytes_per_record(self) -> float:
         """By the first records of the first file."""
@@ -179,20 +194,9 @@ class _Lines:
     def __init__(self, file: IO[bytes], piece: FilePiece) -> None:
         self._file = file
         self._stop = piece.stop
-        self._has_ended = False
-        file.seek(max(piece.start - 1, 0))
-        if piece.start:
-            self._skip_line()
-
-    def _skip_line(self) -> None:
-        """Go to the first line that begins in the piece, if one does."""
-        while block := self._file.read(BLOCK_BYTES):
-            end = block.find(b"\n")
-            if end >= 0:
-                begin = self._file.tell() - len(block) + end + 1
-                self._file.seek(begin)
-                self._has_ended = self._stop is not None and begin >= self._stop
-                return
+        begin = _line_start(file, piece.start)
+        file.seek(begin)
+        self._has_ended = self._stop is not None and begin >= self._stop
 
     def read(self, size: int) -> bytes:
         if self._has_ended:
@@ -206,6 +210,17 @@ class _Lines:
                 self._has_ended = True
                 return block[: end + 1]
         return block
+
+
+def _line_start(file: IO[bytes], at: int) -> int:
+    """Where the first line begins that does not begin before `at`."""
+    if at == 0:
+        return 0
+    file.seek(at - 1)
+    while block := file.read(LINE_BYTES):
+        if (end := block.find(b"\n")) >= 0:
+            return file.tell() - len(block) + end + 1
+    return file.tell()
 
 
 def _has_lines(folder: Folder, name: str) -> bool:
