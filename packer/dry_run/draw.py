@@ -233,7 +233,7 @@ def _records(window: _Window, size: int, shares: list[float]) -> Iterator[RawRec
         if int(seen / window.step + window.phase) > taken:
             taken += 1
             yield from chunk.records()
-    if taken == 0 and seen:  # chunks that are larger than was asked for
+    if taken == 0 and seen and window.part.located.pieces is None:  # chunks are large: else none
         taken = 1
         chosen = int(window.phase * seen)
         for chunk in islice(_chunks(window, size), chosen, chosen + 1):
