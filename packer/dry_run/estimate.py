@@ -22,6 +22,7 @@ from isobatch.counting.records.reject_reasons import BY_CHOICE
 from isobatch.packer.build import Builder
 from isobatch.packer.build_dir import TABLE_NAMES
 from isobatch.packer.config import BuildConfig
+from isobatch.packer.count.mixture_sampling import copies_per_sample
 from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.count.staging import split_staged, staged_extras
 from isobatch.packer.dry_run.draw import DrawnBatch, count_drawn, draw, reading_seconds
@@ -129,8 +130,11 @@ class _Counted:
 
     def in_batches(self, rows: pa.Table, values: Any = None) -> FloatArray:
         """Number, or sum of values, of rows of each batch."""
-        batch_of = np.searchsorted(self.ends, rows.column("position").to_numpy(), "right")
-        return np.bincount(batch_of, values, len(self.ends)).astype(float)
+        return np.bincount(self.batch_of(rows), values, len(self.ends)).astype(float)
+
+    def batch_of(self, rows: pa.Table) -> IntArray:
+        """Batch of each row."""
+        return np.searchsorted(self.ends, rows.column("position").to_numpy(), "right")
 
     def with_loads(self, loads: dict[str, FloatArray]) -> Drawn:
         """The batches, with the sums of these over their samples."""
@@ -151,6 +155,8 @@ class _Counted:
 class _Packed:
     """What came of the samples that were grouped."""
 
+    copies: list[int]
+    """Samples of each part of the dataset that went into groups, copies included."""
     limits: Limits
     limits_explained: list[str]
     num_samples: int
@@ -217,7 +223,8 @@ class _Trial:
         samples, rejected, ends = counted.samples, counted.rejected, counted.ends
         packed = self._pack(cut, counted)
         loads = _loads(samples, packed.limits, with_media=config.format != "refs")
-        drawn = counted.with_loads(loads)
+        weights = self._weights(counted, packed.copies)
+        drawn = counted.with_loads({name: of * weights for name, of in loads.items()})
 
         # samples and groups
         whole, sure = drawn.totals(), drawn.intervals()
@@ -386,6 +393,17 @@ class _Trial:
             times["tables"] = took - times["group"] - times["write"]
         return self._measured(partition, result, seconds, cpu_seconds)
 
+    def _weights(self, counted: _Counted, copies: list[int]) -> FloatArray:
+        """How often each drawn sample went into groups, against the mean of its part.
+
+        Caps are by those that did, so nothing is known of others.
+        """
+        parts = counted.drawn.parts[counted.batch_of(counted.samples)]
+        times = copies_per_sample(self.dataset, parts, self.config.seed, copies)
+        size = len(copies)
+        means = np.bincount(parts, times, size) / np.maximum(np.bincount(parts, minlength=size), 1)
+        return times / np.maximum(means[parts], 1e-9)
+
     def _measured(
         self,
         partition: Partition,
@@ -411,6 +429,7 @@ class _Trial:
         per_written = len(groups.samples) / max(len(written), 1)
         in_shards = sample_bytes(counts, with_media=self.config.format != "refs")
         return _Packed(
+            copies=list(partition.job.decisions.copies or ()),
             limits=limits,
             limits_explained=result.limits_explained,
             num_samples=len(groups.samples),
