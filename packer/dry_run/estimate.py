@@ -106,7 +106,7 @@ class Estimate:
     workers: list[WorkersTime]
     """One, those of the command, and those of clusters that the partitions are enough for."""
     intervals: dict[str, float]
-    """Figure -> half of its 95 % interval, as a share of it."""
+    """Figure -> half of its 95 % interval, as a share of it; none of groups whose caps may differ."""
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +134,9 @@ class _Counted:
 
     def batch_of(self, rows: pa.Table) -> IntArray:
         """Batch of each row."""
-        return np.searchsorted(self.ends, rows.column("position").to_numpy(), "right")
+        return np.searchsorted(self.ends, rows.column("position").to_numpy(), "right").astype(
+            np.int64
+        )
 
     def with_loads(self, loads: dict[str, FloatArray]) -> Drawn:
         """The batches, with the sums of these over their samples."""
@@ -210,6 +212,7 @@ class _Trial:
         (builder.out / "shards").mkdir(parents=True)
         self.dataset = builder.find()
         self.startup = self.startup_cpu = begun
+        self.are_caps_sure = True
         self.notes: list[str] = []
 
     def estimate(self, price: float | None) -> Estimate:
@@ -277,9 +280,9 @@ class _Trial:
             workers=times,
             intervals={
                 "num_packed": sure["num_packed"],
-                "num_groups": sure[packed.full_by],
                 "num_bytes": sure["num_bytes"],
                 "seconds": counting / (sum(stages.values()) + self.startup),
+                **({"num_groups": sure[packed.full_by]} if self.are_caps_sure else {}),
             },
             notes=self.notes,
         )
@@ -350,17 +353,18 @@ class _Trial:
         self.startup += time.perf_counter() - begun
         self.startup_cpu += time.process_time() - cpu_begun
         decisions = Decisions()
-        both = config.max_seq_len is not None and config.max_vision is not None
-        if len(cut.partitions) > 1 and not both:
+        has_cap = config.max_seq_len is not None and config.memory_gib is None
+        if len(cut.partitions) > 1 and not (has_cap and config.max_vision is not None):
             begun = time.perf_counter()
             with self.progress.stage("caps", None) as stage:
                 decisions = decide_limits(cut, config, stage.count)
             self.startup += time.perf_counter() - begun
             self.startup_cpu += (time.perf_counter() - begun) * config.workers
-        elif not (both or drawn.is_whole):
+        elif not (has_cap or drawn.is_whole):
+            self.are_caps_sure = False
             self.notes.append(
                 f"caps are by the {len(samples):,} drawn samples, and those of the build by all: a"
-                " longer one makes larger and fewer groups; --max-seq-len keeps them as they are"
+                " longer one may make larger and fewer groups. Give --max-seq-len to be sure"
             )
         keep = config.kept_columns
         extras = staged_extras(builder.staging.samples, keep) if keep else {}

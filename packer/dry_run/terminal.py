@@ -22,7 +22,7 @@ def print_estimate(estimate: Estimate, config: BuildConfig, console: Console) ->
         )
 
     def sure(name: str) -> str:
-        interval = estimate.intervals[name]
+        interval = estimate.intervals.get(name)
         return f" (± {share_text(interval)})" if interval else ""
 
     drawn, read = estimate.num_drawn, estimate.num_read

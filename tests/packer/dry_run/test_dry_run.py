@@ -152,7 +152,7 @@ def test_bytes_are_those_of_the_format(format, tmp_path):
 
 def test_the_demo_is_drawn_elsewhere(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("isobatch.packer.build.write_demo", lambda folder: few_demo(folder))
+    monkeypatch.setattr("isobatch.packer.build.write_demo", few_demo)
     status, out, _ = run_packer(
         capsys, monkeypatch, "build", "--dataset", "demo", "--dry-run", "--json", "--workers", 1
     )
@@ -244,6 +244,8 @@ def test_caps_by_a_part_are_said_to_be_so_and_more_is_drawn_where_it_is_needed(
     more = predict(place)
     assert more.num_drawn > 1.8 * few.num_drawn
     assert [note[:8] for note in more.notes] == ["caps are"]
+    assert not few.notes
+    assert few.intervals.keys() - more.intervals.keys() == {"num_groups"}
 
 
 def test_partitions_are_those_of_the_build_and_so_are_their_caps(tmp_path):
