@@ -4,7 +4,8 @@
         [--size 1] [--corpus FOLDER --tokenizer FOLDER]
 
 - `manuals`: sections of manuals with pictures (`--corpus`; without it the demo's pages), each many
-  times with other endings, as a JSON array; caps are chosen.
+  times with other endings, as a JSON array; 8,192 tokens are given, and `chosen` is the same with
+  caps that are chosen.
 - `mixture`: LLaVA's layout with pictures, the manuals, and pages of text, with weights.
 - `text`: pages of text of very different length, as JSON lines; 8,192 tokens are given.
 
@@ -43,7 +44,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, help="folder for data and builds, which stay there")
-    parser.add_argument("--only", nargs="*", default=["manuals", "mixture", "text"])
+    parser.add_argument("--only", nargs="*", default=["manuals", "chosen", "mixture", "text"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--size", type=float, default=1.0, help="factor of all numbers of samples")
@@ -85,7 +86,8 @@ def write_datasets(folder: Path, corpus: Path | None, size: float) -> dict[str, 
         (folder / "mix.toml").write_text("\n".join(parts))
         (folder / "done").touch()
     return {
-        "manuals": ["--dataset", str(folder / "manuals")],
+        "manuals": ["--dataset", str(folder / "manuals"), "--max-seq-len", "8192"],
+        "chosen": ["--dataset", str(folder / "manuals")],
         "mixture": ["--dataset", str(folder / "mix.toml"), "--max-seq-len", "4096"],
         "text": ["--dataset", str(folder / "pages.jsonl"), "--max-seq-len", "8192"],
     }

@@ -20,7 +20,6 @@ from isobatch.balance.metrics import fill
 from isobatch.common.types import FloatArray, IntArray, Limits
 from isobatch.counting.records.reject_reasons import BY_CHOICE
 from isobatch.packer.build import Builder
-from isobatch.packer.build_dir import TABLE_NAMES
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.count.mixture_sampling import copies_per_sample
 from isobatch.packer.count.process_pool import default_workers
@@ -44,7 +43,6 @@ from isobatch.packer.report.build_summary import nothing_to_pack
 from isobatch.packer.sources.dataset import no_records
 from isobatch.packer.write.write_shards import sample_bytes
 from isobatch.shards.folders import naming_full_disk
-from isobatch.shards.index import IDS_NAME, INDEX_NAME, merge_index
 from isobatch.shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -106,7 +104,7 @@ class Estimate:
     workers: list[WorkersTime]
     """One, those of the command, and those of clusters that the partitions are enough for."""
     intervals: dict[str, float]
-    """Figure -> half of its 95 % interval, as a share of it; none of groups whose caps may differ."""
+    """Figure -> half of its 95 % interval, as a share of it; groups only if their caps are sure."""
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -134,9 +132,8 @@ class _Counted:
 
     def batch_of(self, rows: pa.Table) -> IntArray:
         """Batch of each row."""
-        return np.searchsorted(self.ends, rows.column("position").to_numpy(), "right").astype(
-            np.int64
-        )
+        positions = rows.column("position").to_numpy()
+        return np.asarray(np.searchsorted(self.ends, positions, "right"))
 
     def with_loads(self, loads: dict[str, FloatArray]) -> Drawn:
         """The batches, with the sums of these over their samples."""
@@ -428,8 +425,9 @@ class _Trial:
         written = groups.take(np.arange(result.index.num_groups)).samples
         if lost := len(written) - result.index.sums["num_samples"]:
             self.notes.append(f"{lost:,} of {len(written):,} samples could not be written")
-        merge_index([out / "staging" / ROWS_NAME], [result.index], [len(result.shards)], out)
-        sizes = {path: (out / path).stat().st_size for path in TABLE_NAMES}
+        # the index and the sample ids are what the rows have
+        tables = [(out / name).stat().st_size for name in (COUNTS_NAME, GROUPS_NAME)]
+        rows_size = (out / "staging" / ROWS_NAME).stat().st_size
         per_written = len(groups.samples) / max(len(written), 1)
         in_shards = sample_bytes(counts, with_media=self.config.format != "refs")
         return _Packed(
@@ -443,9 +441,7 @@ class _Trial:
             load=max(sums[full_by], 1),
             written=int(in_shards[written].sum()),
             shard_bytes=sum(shard["size"] for shard in result.shards),
-            table_bytes=sizes[COUNTS_NAME]
-            + sizes[GROUPS_NAME]
-            + (sizes[INDEX_NAME] + sizes[IDS_NAME]) * per_written,
+            table_bytes=sum(tables) + rows_size * per_written,
             seconds=seconds,
             cpu_seconds=cpu_seconds,
         )

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -51,16 +52,16 @@ def write(folder, layout):
     rows = records()
     lines = "\n".join(map(json.dumps, rows))
     # files of very different sizes, next to each other in the order of the records
-    borders = [0, 900, 930, 940, 1000, 1400, NUMBER]
-    parts = [rows[a:b] for a, b in zip(borders, borders[1:], strict=False)]
-    if layout == "lines":
-        (folder / "a.jsonl").write_text(lines)
-    elif layout == "array":
-        (folder / "a.json").write_text(json.dumps(rows))
-    elif layout == "gz":
-        (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    elif layout == "csv":
-        (folder / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
+    parts = [rows[a:b] for a, b in pairwise([0, 900, 930, 940, 1000, 1400, NUMBER])]
+    alone = {
+        "lines": ("a.jsonl", lines.encode()),
+        "array": ("a.json", json.dumps(rows).encode()),
+        "gz": ("a.jsonl.gz", gzip.compress(lines.encode())),
+        "csv": ("a.csv", "\n".join(["text", *(row["text"] for row in rows)]).encode()),
+    }
+    if layout in alone:
+        name, content = alone[layout]
+        (folder / name).write_bytes(content)
     elif layout == "mds":
         write_mds(folder, {"id": "str", "text": "str"}, rows, per_shard=100)
     elif layout == "parquet":

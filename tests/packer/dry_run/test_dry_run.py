@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,86 +50,94 @@ def state(folder):
 # --- small datasets are read whole: what is said is what comes ---
 
 
-def write(folder, kind):
-    """-> the place of a dataset of some kind, and options that it needs."""
+TEXTS = [record(number, answer="word " * (number % 50)) for number in range(FEW)]
+PAGES = [{"id": str(number), "text": "word " * (number % 50 + 1)} for number in range(FEW)]
+
+
+def write_gz(folder, image):
+    lines = "\n".join(map(json.dumps, TEXTS)).encode()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+
+
+def write_parquet(folder, image):
+    columns = {"id": [row["id"] for row in TEXTS], "image": [image] * FEW}
+    columns["conversations"] = [
+        [{**turn, "value": "<image>" * (not k) + turn["value"]} for k, turn in enumerate(turns)]
+        for turns in (row["conversations"] for row in TEXTS)
+    ]
+    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=17)
+
+
+def write_tars(folder, image):
+    for name in ("0", "1"):
+        members = [
+            (f"{name}-{row['id']}.{suffix}", data)
+            for row in PAGES
+            for suffix, data in (("png", image), ("txt", row["text"].encode()))
+        ]
+        write_tar(folder / f"{name}.tar", members)
+
+
+def write_image_folder(folder, image):
+    names = [f"{number}.jpg" for number in range(FEW)]
+    for number, name in enumerate(names):
+        write_image(folder / name, 40 + number, 50, number)
+    table = [{"file_name": name, "text": "A picture. " * 9} for name in names]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, table)))
+
+
+def write_mixture(folder, *lines):
+    write_dataset(folder / "a", TEXTS[:40])
+    write_dataset(folder / "b", [row | {"id": f"b{row['id']}"} for row in TEXTS[20:]])
+    parts = [
+        f'[[datasets]]\ndataset = "{name}"\n{line}' for name, line in zip("ab", lines, strict=True)
+    ]
+    (folder / "mix.toml").write_text("\n".join(parts))
+
+
+def write_rows(folder, image, **options):
+    """Records with pictures of which one is missing."""
     rows = good_records(folder, FEW)
     rows[7]["image"] = "images/none.png"
-    texts = [record(number, answer="word " * (number % 50)) for number in range(FEW)]
-    pages = [{"id": str(number), "text": "word " * (number % 50 + 1)} for number in range(FEW)]
-    needs = {}
-    if kind in ("array", "lines"):
-        write_dataset(folder, rows, lines=kind == "lines")
-    elif kind == "limit":
-        write_dataset(folder, rows)
-        needs = {"limit": 41}
-    elif kind == "gz":
-        lines = "\n".join(map(json.dumps, rows)).encode()
-        (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
-    elif kind == "parquet":
-        data = [(folder / "images/001-0.png").read_bytes()] * FEW
-        columns = {"id": [row["id"] for row in texts], "image": data}
-        columns["conversations"] = [
-            [{**turn, "value": "<image>" * (not k) + turn["value"]} for k, turn in enumerate(turns)]
-            for turns in (row["conversations"] for row in texts)
-        ]
-        folder = folder / "parquet"
-        folder.mkdir()
-        pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=17)
-    elif kind == "save_to_disk":
-        folder = folder / "saved"
-        write_saved(folder, texts)
-    elif kind == "tar":
-        image = (folder / "images/001-0.png").read_bytes()
-        folder = folder / "tars"
-        for name in ("0", "1"):
-            members = [
-                (f"{name}-{row['id']}.{suffix}", data)
-                for row in pages
-                for suffix, data in (("png", image), ("txt", row["text"].encode()))
-            ]
-            write_tar(folder / f"{name}.tar", members)
-    elif kind == "csv":
-        folder = folder / "csv"
-        folder.mkdir()
-        (folder / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in pages))
-    elif kind == "mds":
-        folder = write_mds(folder / "mds", {"id": "str", "text": "str"}, pages)
-    elif kind == "image_folder":
-        folder = folder / "pictures"
-        names = [f"{number}.jpg" for number in range(FEW)]
-        for number, name in enumerate(names):
-            write_image(folder / name, 40 + number, 50, number)
-        table = [{"file_name": name, "text": "A picture. " * 9} for name in names]
-        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, table)))
-    elif kind == "build":
-        build(write_dataset(folder, rows), folder / "packed", max_rejected=1.0)
-        folder = folder / "packed"
-    else:
-        write_dataset(folder / "a", texts[:40])
-        write_dataset(folder / "b", [row | {"id": f"b{row['id']}"} for row in texts[20:]])
-        share = {"weights": ("weight = 3", "weight = 1"), "repeat": ("repeat = 2.5", "limit = 11")}
-        parts = [
-            f'[[datasets]]\ndataset = "{name}"\n{line}'
-            for name, line in zip("ab", share[kind], strict=True)
-        ]
-        folder = folder / "mix.toml"
-        folder.write_text("\n".join(parts))
-    return folder, needs
+    write_dataset(folder, rows, **options)
 
 
-KINDS = ["array", "lines", "limit", "gz", "parquet", "save_to_disk", "tar", "csv", "mds"]
-KINDS += ["image_folder", "build", "weights", "repeat"]
+def write_build(folder, image):
+    write_rows(folder / "raw", image)
+    build(folder / "raw", folder / "packed", max_rejected=1.0)
 
 
-@for_each("kind", KINDS)
+CSV = "\n".join(["text", *(row["text"] for row in PAGES)])
+MDS = {"id": "str", "text": "str"}
+WRITERS = {
+    "array": write_rows,
+    "lines": partial(write_rows, lines=True),
+    "limit": write_rows,
+    "gz": write_gz,
+    "parquet": write_parquet,
+    "save_to_disk": lambda folder, _: write_saved(folder, TEXTS),
+    "tar": write_tars,
+    "csv": lambda folder, _: (folder / "a.csv").write_text(CSV),
+    "mds": lambda folder, _: write_mds(folder, MDS, PAGES),
+    "image_folder": write_image_folder,
+    "build": write_build,
+    "weights": lambda folder, _: write_mixture(folder, "weight = 3", "weight = 1"),
+    "repeat": lambda folder, _: write_mixture(folder, "repeat = 2.5", "limit = 11"),
+}
+INSIDE = {"build": "packed", "weights": "mix.toml", "repeat": "mix.toml"}
+
+
+@for_each("kind", list(WRITERS))
 def test_what_is_read_whole_is_said_exactly(kind, tmp_path):
     folder = tmp_path / kind
     folder.mkdir()
-    place, needs = write(folder, kind)
+    write_image(tmp_path / "image.png", 60, 40, 0)
+    WRITERS[kind](folder, (tmp_path / "image.png").read_bytes())
+    place, needs = folder / INSIDE.get(kind, ""), {"limit": 41} if kind == "limit" else {}
     before = state(tmp_path)
     said = predict(place, **needs)
     assert state(tmp_path) == before
-    totals, rejected, report, num_bytes = built(place, folder / "out", **needs)
+    totals, rejected, report, num_bytes = built(place, tmp_path / f"{kind}-out", **needs)
     for name in ("num_read", "num_repeated", "num_packed", "num_rejected", "num_groups"):
         assert getattr(said, name) == totals[name], (kind, name)
     assert said.rejected == rejected
