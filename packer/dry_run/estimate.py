@@ -59,6 +59,8 @@ WIDEST, MOST_TIMES = 0.08, 5.0
 """Half of a 95 % interval for which more is drawn, and how much more at most."""
 CLUSTER = (16, 64, 256, 1024)
 """Workers of a cluster that a time is shown for, where there are as many partitions."""
+BUSY = 0.8
+"""Share of its time that counting computes, where nothing disturbs it."""
 FEW = 64
 """Samples that are grouped first, so that the compiler's time is told apart."""
 TOO_LONG, TOO_LARGE = "longer_than_max_seq_len", "more_than_max_vision"
@@ -238,6 +240,12 @@ class _Trial:
         num_read, num_packed = round(whole["num_rows"]), round(whole["num_packed"])
         num_repeated = int(np.maximum(-surplus, 0).sum())
         self._note_rejected(reasons, num_read)
+        if (computing := whole["cpu_seconds"] / max(whole["seconds"], 1e-9)) < BUSY:
+            self.notes.append(
+                f"counting computed {computing:.0%} of its time, and waited else, for other"
+                " programs on this machine or for storage: times on a free machine may be that much"
+                " less"
+            )
 
         # bytes and times
         scale = num_packed / packed.num_samples

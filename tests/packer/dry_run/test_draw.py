@@ -21,7 +21,7 @@ from support.builds.layouts import write_mds
 from support.builds.raw_data import options
 from support.cases import for_each
 
-NUMBER, SEEDS = 1500, 40
+NUMBER, SEEDS = 1500, 25
 
 
 @pytest.fixture(autouse=True)

@@ -145,7 +145,7 @@ def test_what_is_read_whole_is_said_exactly(kind, tmp_path):
     assert said.num_drawn == said.num_read
     assert set(said.intervals.values()) == {0.0}
     assert said.num_bytes == pytest.approx(num_bytes, rel=0.25, abs=9000)
-    assert not said.notes
+    assert not [note for note in said.notes if not note.startswith("counting computed")]
 
 
 @for_each("format", ["arrow", "webdataset", "energon", "refs"])
@@ -223,7 +223,6 @@ def test_a_part_says_what_the_whole_gives(kind, tmp_path, monkeypatch):
     place = write_large(tmp_path / kind, kind)
     changes = {"max_seq_len": 1024, "max_vision": 8, "chunk_records": 512}
     said = predict(place, **changes)
-    again = predict(place, **changes)
     totals, rejected, report, num_bytes = built(place, tmp_path / f"{kind}-out", **changes)
     assert said.num_drawn < 0.4 * totals["num_read"]
     # a tenth, or what the dry run itself says
@@ -231,7 +230,6 @@ def test_a_part_says_what_the_whole_gives(kind, tmp_path, monkeypatch):
         sure = max(0.1, said.intervals[name])
         assert getattr(said, name) == pytest.approx(totals[name], rel=sure), (kind, name)
         assert 0 < said.intervals[name] < 0.3
-        assert getattr(again, name) == getattr(said, name)
     assert said.num_bytes == pytest.approx(num_bytes, rel=0.12)
     assert said.fill == pytest.approx(report.fill, abs=0.01)
     assert said.num_read == pytest.approx(totals["num_read"], rel=0.1)
@@ -248,11 +246,15 @@ def test_caps_by_a_part_are_said_to_be_so_and_more_is_drawn_where_it_is_needed(
 ):
     monkeypatch.setattr(draw, "LEAST", 300)
     place = write_large(tmp_path / "lines", "lines")
-    few = predict(place, max_seq_len=1024, max_vision=8)
+    monkeypatch.setattr(estimate, "BUSY", 0.0)
+    few, again = (predict(place, max_seq_len=1024, max_vision=8) for _ in range(2))
+    for name in ("num_read", "num_packed", "num_groups", "num_bytes", "rejected", "limits"):
+        assert getattr(again, name) == getattr(few, name)
     monkeypatch.setattr(estimate, "WIDEST", few.intervals["num_groups"] / 2)
+    monkeypatch.setattr(estimate, "BUSY", 1e9)
     more = predict(place)
     assert more.num_drawn > 1.8 * few.num_drawn
-    assert [note[:8] for note in more.notes] == ["caps are"]
+    assert [note[:8] for note in more.notes] == ["caps are", "counting"]
     assert not few.notes
     assert few.intervals.keys() - more.intervals.keys() == {"num_groups"}
 
