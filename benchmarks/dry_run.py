@@ -1,13 +1,15 @@
 """What `packer build --dry-run` says next to what the build then takes, on three datasets.
 
     python benchmarks/dry_run.py [--work FOLDER] [--only NAME ...] [--repeats 3] [--workers 1]
-        [--size 1] [--corpus FOLDER --tokenizer FOLDER]
+        [--size 1] [--corpus FOLDER --tokenizer FOLDER] [--lengths FILE ...]
 
 - `manuals`: sections of manuals with pictures (`--corpus`; without it the demo's pages), each many
   times with other endings, as a JSON array; 8,192 tokens are given, and `chosen` is the same with
   caps that are chosen.
 - `mixture`: LLaVA's layout with pictures, the manuals, and pages of text, with weights.
 - `text`: pages of text of very different length, as JSON lines; 8,192 tokens are given.
+
+`--lengths` groups two per cent of known lengths instead, alone and repeated, next to all of them.
 
 Groups, fill, bytes and rejected samples are the same in each run. Seconds are those of the whole
 command, as medians of `--repeats` runs in turn; CPU seconds are of all its processes.
@@ -29,12 +31,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 from llava_like import write_llava_like
+from rich.table import Table
 from tables import console, new_table
 
+from isobatch.balance.grouping.caps import GroupOptions
+from isobatch.balance.metrics import fill
+from isobatch.common.types import IntArray
 from isobatch.packer.demo.dataset import demo_tokenizer_path, write_demo
 from isobatch.packer.demo.texts import passage
+from isobatch.packer.group import group_counts, read_lengths
 from isobatch.shards.manifest import read_manifest
+from isobatch.shards.tables import counts_arrays
 
 SAMPLES = {"manuals": 20_000, "pages": 50_000, "pictures": 20_000}
 
@@ -50,7 +60,11 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=1.0, help="factor of all numbers of samples")
     parser.add_argument("--corpus", type=Path, help="folder of the manuals, in LLaVA's layout")
     parser.add_argument("--tokenizer", type=Path, default=demo_tokenizer_path())
+    parser.add_argument("--lengths", nargs="*", type=Path, help="OmniBal's length files")
     options = parser.parse_args()
+    if options.lengths:
+        console.print(groups_of_few(options.lengths))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch)
         places = write_datasets(work / "raw", options.corpus, options.size)
@@ -64,6 +78,43 @@ def main() -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+# --- groups of few samples ---
+
+
+def groups_of_few(files: list[Path]) -> Table:
+    """Groups that two per cent of samples say all of them have: in 20 draws."""
+    counts = counts_arrays(pa.concat_tables([read_lengths(file) for file in files]))
+    options = GroupOptions(max_seq_len=4096, max_vision=15)
+    unit = {"vision_unit": "image_patches", "context_len": 1 << 20}
+
+    def grouped(rows: IntArray) -> tuple[int, float, float]:
+        """(groups, fill, groups by the load of all samples)."""
+        some = counts.take(rows)
+        groups = group_counts(some, options, **unit).groups
+        share = some.num_image_patches.sum() / counts.num_image_patches.sum()
+        full = fill(groups, some.seq_len, 4096)
+        return len(groups), full, len(groups) / share
+
+    table = new_table("4,096 tokens, 15 image patches", ["samples", "groups", "fill", "error"])
+    everything = np.arange(len(counts))
+    number, full, _ = grouped(everything)
+    table.add_row(f"all {len(counts):,}", f"{number:,}", f"{full:.2%}", "")
+    few = len(counts) // 50
+    for name, times in ((f"{few:,} drawn", 1), (f"{few:,} drawn, 50 times each", 50)):
+        drawn = [
+            grouped(np.repeat(np.random.default_rng(seed).permutation(everything)[:few], times))
+            for seed in range(20)
+        ]
+        errors = np.array([by_load / number - 1 for *_, by_load in drawn])
+        table.add_row(
+            name,
+            f"{np.mean([groups for groups, *_ in drawn]):,.0f}",
+            f"{np.mean([full for _, full, _ in drawn]):.2%}",
+            f"{errors.mean():+.2%} ± {errors.std():.2%}",
+        )
+    return table
 
 
 # --- datasets ---
