@@ -245,8 +245,7 @@ class Builder:
     @contextmanager
     def dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
         """The dataset, with the output locked; a wrong dataset leaves no output folder."""
-        is_drawn = self.config.is_demo and self._samples is None
-        if not is_drawn:
+        if not self._is_drawn:
             self._find()
         if overwrite and self.config.share:
             would = "each job would remove the work of the others"
@@ -259,7 +258,15 @@ class Builder:
                 if self.publisher:
                     self.publisher.clear()
                 clear(self.out)
-            yield self._demo() if is_drawn else self._find()
+            yield self.find()
+
+    @property
+    def _is_drawn(self) -> bool:
+        return self.config.is_demo and self._samples is None
+
+    def find(self) -> Dataset:
+        """The dataset; the demo is drawn where it is not there yet."""
+        return self._demo() if self._is_drawn else self._find()
 
     def _claim(self, dataset: Dataset, results: Results) -> None:
         self.identity.claim(self.staging.folder, dataset)

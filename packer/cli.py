@@ -33,6 +33,8 @@ from isobatch.packer.changes.remove import remove_samples
 from isobatch.packer.changes.sample_names import SampleNames, read_ids
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.count.process_pool import default_workers
+from isobatch.packer.dry_run.estimate import estimate_build
+from isobatch.packer.dry_run.terminal import print_estimate
 from isobatch.packer.format_text import counted
 from isobatch.packer.group import group_files
 from isobatch.packer.inspect.html import write_group_html
@@ -86,10 +88,31 @@ def build(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only predict groups, bytes, time and cost, by two per cent of the records.",
+        ),
+    ] = False,
+    price_per_core_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price that --dry-run predicts the cost by.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count, group and write a dataset. Run it again to resume a build that was stopped."""
+    if price_per_core_hour is not None and not dry_run:
+        raise ConfigError("--price-per-core-hour is for --dry-run: add it")
     builder = _builder(context)
+    if dry_run:
+        estimate = estimate_build(
+            builder.config, StageProgress(messages), price=price_per_core_hour
+        )
+        if as_json:
+            print(json.dumps(estimate.to_json()))
+        else:
+            print_estimate(estimate, builder.config, results())
+        return
     summary = builder.build(overwrite=overwrite)
     if summary is None:  # other shares of the partitions are missing
         if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
@@ -68,6 +68,8 @@ class StageProgress:
 
     console: Console = field(default_factory=partial(Console, quiet=True))
     seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    """Of this process alone."""
     on_change: Callable[[RunningStage], None] | None = None
     """Called with the stage that runs, whenever it gets on."""
 
@@ -82,6 +84,7 @@ class StageProgress:
             TextColumn("{task.fields[detail]}"),
             TimeRemainingColumn(),
         )
+        cpu_before = process_time()
         with Progress(
             *columns,
             console=self.console,
@@ -94,6 +97,8 @@ class StageProgress:
             yield stage
         took = perf_counter() - stage.started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
+        cpu = process_time() - cpu_before
+        self.cpu_seconds[name] = self.cpu_seconds.get(name, 0.0) + cpu
         rate = f", {stage.done / max(took, 1e-9):,.0f}/s" if stage.done else ""
         done = f"{counted(stage.done, stage.unit):>17} in {took:,.1f} s{rate}"
         self.console.print(f"[bold]{name:<7}[/] {done}", highlight=False)

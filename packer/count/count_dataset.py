@@ -41,7 +41,7 @@ def count_dataset(
             stage.count(num_records)
     if sum(records_per_part) == 0 and not may_be_empty:
         raise no_records(dataset)
-    staging.merge(num_chunks, records_per_part)
+    staging.merge(range(num_chunks), records_per_part)
 
 
 def _jobs(

@@ -69,7 +69,7 @@ class CountedSamples:
                 staging.save(number, Counted(_with_kinds(rows), b""))
                 stage.advance(len(rows))
                 stage.count(len(rows))
-        staging.merge(number + 1, self.part_sizes)
+        staging.merge(range(number + 1), self.part_sizes)
 
 
 def _with_kinds(rows: pa.RecordBatch) -> pa.Table:

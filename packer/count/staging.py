@@ -73,17 +73,17 @@ class Staging:
             writer.write_batch(_one_batch(counted.table))
         temporary.replace(path)
 
-    def merge(self, num_chunks: int, records_per_part: Sequence[int]) -> None:
-        """One file of all parts, in order; whole or not at all. The parts are then removed."""
+    def merge(self, chunks: Sequence[int], records_per_part: Sequence[int]) -> None:
+        """One file of the parts of chunks, whole or not at all. The parts are then removed."""
         temporary = self.samples.with_suffix(".tmp")
-        parts = [self.part(chunk) for chunk in range(num_chunks)]
+        parts = [self.part(chunk) for chunk in chunks]
         schema = _read_part(parts[0]).schema if parts else STAGED_SCHEMA
         if EXTRAS in schema.names:
             schema = staged_schema(joined_kinds(map(_extra_kinds, parts)))
         records = {"records_per_part": json.dumps(list(records_per_part))}
         schema = schema.with_metadata((schema.metadata or {}) | records)
         with pa.ipc.new_file(temporary, schema) as writer:
-            for first in range(0, num_chunks, MERGED_PARTS):
+            for first in range(0, len(parts), MERGED_PARTS):
                 batches = [_read_part(part) for part in parts[first : first + MERGED_PARTS]]
                 writer.write_batch(pa.concat_batches(batches))
         os.replace(temporary, self.samples)

@@ -40,13 +40,10 @@ def cut_dataset(dataset: Dataset, samples: int, seed: int, *, limit: int | None 
     whole: a compressed file, a part of which the first records are drawn or limited. With `limit`
     all is one partition.
     """
-    sizes = [sum(info.size for info in part.open().files()) for part in dataset.parts]
+    sizes = _sizes(dataset)
     if limit is not None or sum(sizes) < 1.5 * samples * SMALLEST_RECORD:
         return Cut((dataset,), tuple(size / SMALLEST_RECORD for size in sizes))
-    records = tuple(
-        min(size / part.open().bytes_per_record(), part.limit or np.inf) if size else 0.0
-        for part, size in zip(dataset.parts, sizes, strict=True)
-    )
+    records = records_of_parts(dataset)
     number = max(1, round(sum(records) / samples))
     if number == 1:
         return Cut((dataset,), records)
@@ -60,6 +57,18 @@ def cut_dataset(dataset: Dataset, samples: int, seed: int, *, limit: int | None 
     if len(pieces) == 1:
         return Cut((dataset,), records)
     return Cut(tuple(_restricted(dataset, of) for of in pieces), records)
+
+
+def records_of_parts(dataset: Dataset) -> tuple[float, ...]:
+    """Records of each part of the dataset, about: by the size of the first ones."""
+    return tuple(
+        min(size / part.open().bytes_per_record(), part.limit or np.inf) if size else 0.0
+        for part, size in zip(dataset.parts, _sizes(dataset), strict=True)
+    )
+
+
+def _sizes(dataset: Dataset) -> list[int]:
+    return [sum(info.size for info in part.open().files()) for part in dataset.parts]
 
 
 def _pieces(dataset: Dataset, part: int, size: int, number: int) -> list[FilePiece] | None:

@@ -12,7 +12,8 @@ from isobatch.balance.grouping.caps import LimitChoice, choose_limits
 from isobatch.balance.rng import PARTS, random_permutation
 from isobatch.common.errors import DataError
 from isobatch.counting.records.extras import joined_kinds, types_of
-from isobatch.counting.sample_counter import CountJob, count_chunk
+from isobatch.counting.records.record import Chunk
+from isobatch.counting.sample_counter import Counted, CountJob, count_chunk
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import ModelPreset
 from isobatch.packer.config import BuildConfig
@@ -31,7 +32,7 @@ from isobatch.packer.partitions.partition import (
 )
 from isobatch.packer.partitions.reports import Tell
 from isobatch.packer.partitions.run import load_tools, run_jobs
-from isobatch.packer.sources.dataset import Dataset
+from isobatch.packer.sources.dataset import Dataset, Part
 from isobatch.shards.tables import counts_arrays
 
 DRAWN_CHUNKS = 64
@@ -121,20 +122,23 @@ def _drawn(cut: Cut, seed: int) -> Iterator[Dataset]:
 
 def _count_first(job: _DrawnJob, _tell: Tell) -> pa.Table:
     """Counts of the usable samples of the first chunks of a piece."""
-    settings = count_settings(job.config, *load_tools(job.config))
     (part,) = job.dataset.parts
-    chunks = islice(part.open().chunks(settings.chunk_records, lambda _: None), job.chunks)
-    tables = [usable_counts(None)]
-    for number, chunk in enumerate(chunks):
-        counted = count_chunk(
-            CountJob(
-                settings=settings,
-                number=number,
-                part=0,
-                source=part.name,
-                data_root=part.data_root,
-                chunk=chunk,
-            )
-        )
-        tables.append(usable_counts(counted.table))
-    return pa.concat_tables(tables)
+    chunks = islice(part.open().chunks(job.config.chunk_records, lambda _: None), job.chunks)
+    tables = [
+        usable_counts(count_of_part(job.config, part, chunk, number).table)
+        for number, chunk in enumerate(chunks)
+    ]
+    return pa.concat_tables([usable_counts(None), *tables])
+
+
+def count_of_part(config: BuildConfig, part: Part, chunk: Chunk, number: int) -> Counted:
+    """Count a chunk of a part of the dataset."""
+    job = CountJob(
+        settings=count_settings(config, *load_tools(config)),
+        number=number,
+        part=0,
+        source=part.name,
+        data_root=part.data_root,
+        chunk=chunk,
+    )
+    return count_chunk(job)

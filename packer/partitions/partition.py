@@ -6,7 +6,7 @@ Each stage leaves its artefact in the work folder: a stopped partition goes on w
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,8 @@ class PartitionJob:
     key: str = ""
     """Of the results, `Results`."""
     decisions: Decisions = field(default_factory=Decisions)
+    most_bytes: int | None = None
+    """Bytes of samples that are written at most, for an estimate; None: all."""
     is_checked_later: bool = False
     """Whether somebody else says that there are too many rejected samples, for all partitions."""
 
@@ -198,11 +200,18 @@ class Partition:
         self.work = Path(job.work)
         self.staging = Staging(self.work / "staging")
         self._samples = samples
+        self.grouping: Grouping | None = None
+        """All groups, once they are made."""
 
     def pack(self) -> PackedPartition:
         """All stages. DataError if it is the only partition and nothing can be packed."""
         counts = self._counts()
-        grouping = self._group(counts)
+        self.grouping = grouping = self._group(counts)
+        if self.job.most_bytes is not None:
+            running = np.cumsum(grouping.groups.sum(sample_bytes(counts.table)))
+            number = 1 + int(np.searchsorted(running, self.job.most_bytes))
+            chosen = grouping.groups.take(np.arange(min(number, len(running))))
+            grouping = replace(grouping, groups=chosen)
         num_shards = self._write(grouping, counts)
         return self._finish(grouping, counts, num_shards)
 

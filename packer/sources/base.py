@@ -114,11 +114,15 @@ class Source(ABC):
         return [FilePiece(info.name, size=info.size) for info in self.files()]
 
     def cut(self, num_bytes: int) -> list[FilePiece] | None:
-        """The files in pieces of about `num_bytes`, or more where no reader can begin.
+        """The files of `pieces` in pieces of about `num_bytes`, or more where no reader can begin.
 
         None for records that only a reader of all of them finds.
         """
         return None
+
+    def aligned(self, piece: FilePiece) -> FilePiece:
+        """A piece of `cut`, from where its first record begins to where the next piece's does."""
+        return piece
 
     def bytes_per_record(self) -> float:
         """Bytes of the files that a record takes, about: by the first records."""
@@ -186,22 +190,22 @@ def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def even_pieces(info: FileInfo, num_bytes: int) -> list[FilePiece]:
+def even_pieces(file: FilePiece, num_bytes: int) -> list[FilePiece]:
     """A file in pieces of equal size, about `num_bytes`; whole if it is not much larger.
 
-    >>> even_pieces(FileInfo("a.jsonl", 10, ""), 4)[-1]
+    >>> even_pieces(FilePiece("a.jsonl", size=10), 4)[-1]
     FilePiece(name='a.jsonl', start=5, stop=None, first=5, size=5)
     """
-    number = max(1, round(info.size / max(1, num_bytes)))
-    starts = [info.size * place // number for place in range(number)]
-    return pieces_between(info, [(start, start) for start in starts])
+    number = max(1, round(file.size / max(1, num_bytes)))
+    starts = [file.size * place // number for place in range(number)]
+    return pieces_between(file, [(start, start) for start in starts])
 
 
-def pieces_between(info: FileInfo, borders: list[tuple[int, int]]) -> list[FilePiece]:
+def pieces_between(file: FilePiece, borders: list[tuple[int, int]]) -> list[FilePiece]:
     """A file in pieces that begin at (byte, number of the first record)."""
-    ends = [*(start for start, _ in borders[1:]), info.size]
+    ends = [*(start for start, _ in borders[1:]), file.size]
     return [
-        FilePiece(info.name, start, end if end < info.size else None, first, end - start)
+        FilePiece(file.name, start, end if end < file.size else None, first, end - start)
         for (start, first), end in zip(borders, ends, strict=True)
     ]
 

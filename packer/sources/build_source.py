@@ -190,6 +190,13 @@ class PackedBuildSource(Source):
         """The shards, with their checksums of the manifest."""
         return [shard.to_json() for shard in read_manifest(self.located.folder).shards]
 
+    def bytes_per_record(self) -> float:
+        """By the manifest."""
+        manifest = read_manifest(self.located.folder)
+        size = sum(shard.size for shard in manifest.shards)
+        num_samples: int = manifest.values["totals"]["num_packed"]
+        return max(1.0, size / max(1, num_samples))
+
     def columns(self) -> set[str]:
         """Columns of the raw data that the build kept."""
         return {"id", *self._stored.extras}

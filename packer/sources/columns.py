@@ -181,6 +181,10 @@ class RenamedSource(Source):
         """Pieces of the source."""
         return self._source.cut(num_bytes)
 
+    def aligned(self, piece: FilePiece) -> FilePiece:
+        """The source's piece between records."""
+        return self._source.aligned(piece)
+
     def bytes_per_record(self) -> float:
         """Bytes of the source's records."""
         return self._source.bytes_per_record()

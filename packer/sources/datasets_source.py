@@ -88,6 +88,13 @@ class DatasetsSource(Source):
         """Files; those of a folder whose table of metadata names the others stay together."""
         return None if self._together else list(self.pieces())
 
+    def bytes_per_record(self) -> float:
+        """By the first records; of a folder, whose records are files, by these."""
+        if not self._together:
+            return super().bytes_per_record()
+        sizes = [info.size for info in self.files()]
+        return max(1.0, sum(sizes) / max(1, len(sizes)))
+
     def columns(self) -> set[str]:
         """Columns of the first row, also those that no record is read from."""
         names = self.read_names()

@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import compress, islice
 from typing import IO, Any
 
@@ -31,9 +32,10 @@ from isobatch.packer.sources.base import (
 from isobatch.packer.sources.trainers.sampling import Sampling
 from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import Folder, join
-from isobatch.shards.local_folder import FileInfo
 
 BLOCK_BYTES = 1 << 20
+LINE_BYTES = 1 << 14
+"""Bytes that are read at a time to find the end of a line."""
 MAX_RECORD_CHARS = 64 << 20
 """Length of a record at most; what looks longer is a quote that never closes."""
 
@@ -82,15 +84,27 @@ class AnnotationSource(Source):
         if {"sampling", "subset"} & dict(self.located.options).keys():
             return None
         pieces: list[FilePiece] = []
-        for info in self.files():
-            even = even_pieces(info, num_bytes)
-            if info.name.endswith(".gz") or len(even) == 1:
-                pieces.append(FilePiece(info.name, size=info.size))
-            elif _has_lines(self.folder, info.name):
+        for file in self.pieces():
+            even = even_pieces(file, num_bytes)
+            if file.name.endswith(".gz") or len(even) == 1:
+                pieces.append(file)
+            elif _has_lines(self.folder, file.name):
                 pieces += even
             else:
-                pieces += _array_pieces(self.folder, info, num_bytes)
+                pieces += _array_pieces(self.folder, file, num_bytes)
         return pieces
+
+    def aligned(self, piece: FilePiece) -> FilePiece:
+        """Pieces of JSON lines between lines; those of arrays are between records already."""
+        # of an array, `first` is the number of a record
+        if piece.is_file or piece.first != piece.start:
+            return piece
+        if piece.start == 0 and not _has_lines(self.folder, piece.name):
+            return piece
+        ends = piece.start, piece.start + piece.size
+        with opened(self.folder, piece.name) as raw:
+            start, stop = (_line_start(raw, at) for at in ends)
+        return replace(piece, start=start, first=start, stop=stop, size=stop - start)
 
     def bytes_per_record(self) -> float:
         """By the first records of the first file."""
@@ -180,20 +194,9 @@ class _Lines:
     def __init__(self, file: IO[bytes], piece: FilePiece) -> None:
         self._file = file
         self._stop = piece.stop
-        self._has_ended = False
-        file.seek(max(piece.start - 1, 0))
-        if piece.start:
-            self._skip_line()
-
-    def _skip_line(self) -> None:
-        """Go to the first line that begins in the piece, if one does."""
-        while block := self._file.read(BLOCK_BYTES):
-            end = block.find(b"\n")
-            if end >= 0:
-                begin = self._file.tell() - len(block) + end + 1
-                self._file.seek(begin)
-                self._has_ended = self._stop is not None and begin >= self._stop
-                return
+        begin = _line_start(file, piece.start)
+        file.seek(begin)
+        self._has_ended = self._stop is not None and begin >= self._stop
 
     def read(self, size: int) -> bytes:
         if self._has_ended:
@@ -210,24 +213,35 @@ class _Lines:
         return block
 
 
+def _line_start(file: IO[bytes], at: int) -> int:
+    """Where the first line begins that does not begin before `at`."""
+    if at == 0:
+        return 0
+    file.seek(at - 1)
+    while block := file.read(LINE_BYTES):
+        if (end := block.find(b"\n")) >= 0:
+            return file.tell() - len(block) + end + 1
+    return file.tell()
+
+
 def _has_lines(folder: Folder, name: str) -> bool:
     with opened(folder, name) as raw:
         return _lines_in(_Window(raw, lambda: None), join(folder.uri, name))
 
 
-def _array_pieces(folder: Folder, info: FileInfo, num_bytes: int) -> list[FilePiece]:
+def _array_pieces(folder: Folder, file: FilePiece, num_bytes: int) -> list[FilePiece]:
     """An array in pieces of about `num_bytes`: reads it once."""
     borders = [(0, 0)]
-    with opened(folder, info.name) as raw:
+    with opened(folder, file.name) as raw:
         window = _Window(raw, lambda: None)
-        values = _values(window, join(folder.uri, info.name))
+        values = _values(window, join(folder.uri, file.name))
         for number, _ in enumerate(values, 1):
             # what was read is a little ahead of what was parsed
             if window.num_read >= borders[-1][0] + num_bytes:
                 place = window.place()
-                if place >= borders[-1][0] + num_bytes and info.size - place > num_bytes // 2:
+                if place >= borders[-1][0] + num_bytes and file.size - place > num_bytes // 2:
                     borders.append((place, number))
-    return pieces_between(info, borders)
+    return pieces_between(file, borders)
 
 
 def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:

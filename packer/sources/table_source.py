@@ -158,21 +158,21 @@ class TableSource(Source):
     def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """Files, and large ones by row groups or record batches."""
         pieces: list[FilePiece] = []
-        for info in self.files():
-            number = max(1, round(info.size / max(1, num_bytes)))
+        for file in self.pieces():
+            number = max(1, round(file.size / max(1, num_bytes)))
             blocks: list[Block] = []
             if number > 1 and not self._is_streamed:
-                with _open_table(self.folder, info.name) as table:
+                with _open_table(self.folder, file.name) as table:
                     blocks = table.blocks(table.columns)
             rows = np.cumsum([0, *(rows for rows, _ in blocks)])
             # blocks whose middle is in one of the equal parts of all rows
             part = (rows[:-1] + rows[1:]) * number // max(2 * int(rows[-1]), 1)
             starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist() or [0]
-            bytes_before = [info.size * int(row) // max(int(rows[-1]), 1) for row in rows]
+            bytes_before = [file.size * int(row) // max(int(rows[-1]), 1) for row in rows]
             for start, stop in zip(starts, [*starts[1:], None], strict=True):
-                end = info.size if stop is None else bytes_before[stop]
+                end = file.size if stop is None else bytes_before[stop]
                 size = end - bytes_before[start]
-                pieces.append(FilePiece(info.name, start, stop, int(rows[start]), size))
+                pieces.append(FilePiece(file.name, start, stop, int(rows[start]), size))
         return pieces
 
     def bytes_per_record(self) -> float:

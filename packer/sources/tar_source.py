@@ -189,16 +189,16 @@ class TarSource(Source):
         if "subset" in dict(self.located.options):
             return None
         pieces: list[FilePiece] = []
-        for info in self.files():
-            if info.size < 2 * num_bytes or _is_compressed(info.name):
-                pieces.append(FilePiece(info.name, size=info.size))
+        for file in self.pieces():
+            if file.size < 2 * num_bytes or _is_compressed(file.name):
+                pieces.append(file)
                 continue
             borders = [(0, 0)]
-            whole = TarChunk(self.located.folder, info.name, info.name)
+            whole = TarChunk(self.located.folder, file.name, file.name)
             for number, border in enumerate(self._sample_borders(whole)):
                 if border - borders[-1][0] >= num_bytes:
                     borders.append((border, number))
-            pieces += pieces_between(info, borders)
+            pieces += pieces_between(file, borders)
         return pieces
 
     def bytes_per_record(self) -> float:

@@ -380,6 +380,11 @@ class MdsSource(Source):
                 yield self._chunk(shard, first, min(first + step, shard.num_samples))
             on_bytes(shard.num_bytes)
 
+    def bytes_per_record(self) -> float:
+        """By the index."""
+        num_samples = sum(shard.num_samples for shard in self._shards)
+        return max(1.0, sum(shard.num_bytes for shard in self._shards) / max(1, num_samples))
+
     def columns(self) -> set[str]:
         """Columns of the first shard, also those that no record is read from."""
         return {name for name, _, _ in self._shards[0].columns}
