@@ -1,1 +1,1 @@
-"""What a build would give and take, by a drawn part of its dataset: `packer build --dry-run`."""
+"""What a build would give and take, by a part of it: `packer build --dry-run`."""

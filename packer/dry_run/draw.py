@@ -1,4 +1,4 @@
-"""Records of a dataset drawn for a dry run, counted where a temporary build is staged.
+"""Records drawn for a dry run, counted where a temporary build is staged.
 
 Each record is as likely as any other, wherever it is in a file. Windows at equal distances over the
 bytes of a part's files are drawn, so that files whose records are sorted are seen from the first to

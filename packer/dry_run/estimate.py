@@ -1,4 +1,4 @@
-"""`packer build --dry-run`: a small build of drawn records, and what the whole one would be.
+"""A small build of drawn records, and what the whole one would be.
 
 The drawn records are counted, staged, grouped and written by the functions of a build, in a
 temporary folder. They go into groups as often as makes a partition of a usual size, since few
