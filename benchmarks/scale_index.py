@@ -31,6 +31,7 @@ from isobatch.shards.index import (
     join_parts,
     merge_index,
     open_index,
+    read_rows,
 )
 from isobatch.shards.manifest import MANIFEST_NAME, BuildFile, read_manifest, write_manifest
 
@@ -63,7 +64,9 @@ def repeat_build(base: Path, out: Path, num_groups: int) -> int:
     rows = out / "rows.arrow"
     figures = join_parts([part], rows)
     number = max(1, round(num_groups / figures.num_groups))
-    merge_index([rows] * number, [figures] * number, [copies * len(manifest.shards)] * number, out)
+    num_shards = copies * len(manifest.shards)
+    tables = (read_rows(rows) for _ in range(number))
+    merge_index(tables, [figures] * number, [num_shards] * number, out)
     part.unlink()
     rows.unlink()
     values = json.loads((base / MANIFEST_NAME).read_text("utf-8"))

@@ -153,7 +153,8 @@ class Adder:
             )
         rejected = count_rejected(run.rejected())
         num_read = sum(of.num_read for of in packed)
-        require_few(rejected, num_read, self.config.max_rejected, self._target.folder)
+        most, staged = self.config.max_rejected, self._target.staging / "partitions"
+        require_few(rejected, num_read, most, staged, "--discard")
         totals = totals_of(packed)
         if not totals["num_packed"]:
             raise DataError(f"nothing to add: all {num_read:,} samples were rejected")

@@ -39,7 +39,7 @@ from isobatch.packer.partitions.partition import (
 )
 from isobatch.packer.partitions.run import run_jobs
 from isobatch.packer.progress import StageProgress
-from isobatch.packer.report.build_summary import nothing_to_pack
+from isobatch.packer.report.build_summary import count_rejected, nothing_to_pack
 from isobatch.packer.sources.dataset import no_records
 from isobatch.packer.write.write_shards import sample_bytes
 from isobatch.shards.folders import naming_full_disk
@@ -316,7 +316,7 @@ class _Trial:
         samples, rejected, _ = split_staged(staging.samples)
         merging = time.perf_counter() - merging
         if len(samples) == 0:
-            raise nothing_to_pack(rejected)
+            raise nothing_to_pack(count_rejected([rejected]))
         names = ("num_rows", "seconds", "cpu_seconds")
         counted = _Counted(
             drawn=Drawn(
@@ -424,7 +424,7 @@ class _Trial:
         out, limits = self.builder.out, Limits(**result.limits)
         grouping, counts = partition.grouping, read_table(out / COUNTS_NAME)
         if grouping is None or len(grouping.groups) == 0:
-            raise nothing_to_pack(read_table(out / REJECTED_NAME))
+            raise nothing_to_pack(count_rejected([read_table(out / REJECTED_NAME)]))
         groups, arrays = grouping.groups, counts_arrays(counts)
         loads = {"tokens": limits.llm_load(arrays), "vision": limits.vision_load(arrays)}
         sums = {name: int(of[groups.samples].sum()) for name, of in loads.items()}

@@ -54,16 +54,23 @@ def count_rejected(tables: Iterable[pa.Table]) -> dict[str, Rejection]:
 
 
 def require_few(
-    rejected: Mapping[str, Rejection], num_read: int, max_rejected: float, path: Path
+    rejected: Mapping[str, Rejection],
+    num_read: int,
+    max_rejected: float,
+    path: Path,
+    again: str = "--overwrite",
 ) -> None:
-    """Raise DataError if more of the records than the share `max_rejected` cannot be used."""
+    """Raise DataError if more of the records than the share `max_rejected` cannot be used.
+
+    `path`: where all of them are; `again`: option with which repaired data is packed.
+    """
     reasons = {name: entry for name, entry in rejected.items() if name not in BY_CHOICE}
     number = sum(entry.number for entry in reasons.values())
     if number > max_rejected * num_read:
         raise DataError(
             f"{number:,} of {num_read:,} samples ({number / num_read:.1%}) cannot be used,"
             f" more than --max-rejected {max_rejected:g} allows: {_listed(reasons)}. All of them"
-            f" are in {path}: repair the data and add --overwrite, or raise --max-rejected"
+            f" are in {path}: repair the data and add {again}, or raise --max-rejected"
         )
 
 

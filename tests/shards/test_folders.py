@@ -80,7 +80,7 @@ def test_an_unknown_kind_of_uri_and_a_missing_package_say_what_to_do(monkeypatch
         open_folder("hdfs://cluster/data")
     monkeypatch.setitem(sys.modules, "isobatch.shards.object_folder", None)
     open_object_folder.cache_clear()
-    with pytest.raises(ConfigError, match=r"pip install 'isobatch\[cloud\]'"):
+    with pytest.raises(ConfigError, match=r"pip install obstore"):
         open_folder("s3://bucket/data", follow_links=True)
 
 

@@ -397,7 +397,7 @@ def test_the_commands_take_uris(place, dataset, capsys, monkeypatch):
     before = open_folder(place).info("report.html")
     status, out, _ = run_packer(capsys, monkeypatch, "report", place, "--dp", "2", "--json")
     assert json.loads(out)["dp_world_size"] == 2
-    assert open_folder(place).info("report.html") != before
+    assert open_folder(place).info("report.html") == before
     open_object_folder(place).delete(["counts.parquet"])
     status, _, err = run_packer(capsys, monkeypatch, "report", place)
     assert (status, err.count("\n")) == (1, 1)
@@ -446,8 +446,7 @@ def test_who_may_only_read_can_verify_and_report_but_not_write(
     forget_roots()
     assert run_packer(capsys, monkeypatch, "verify", place)[0] == 0
     status, out, err = run_packer(capsys, monkeypatch, "report", place)
-    assert (status, err.count("\n")) == (1, 1)
-    assert f"{place}: access denied (AccessDenied): the credentials need the right to write" in err
+    assert (status, err) == (0, "")
     assert "Isobatch" in out
     with pytest.raises(DataError, match="right to write and delete"):
         build(dataset, f"{place}/other")

@@ -150,7 +150,7 @@ def test_without_pyav_one_line_says_what_to_install(monkeypatch):
     content = encoded(2)
     monkeypatch.setitem(sys.modules, "av", None)
     video_header._import_av.cache_clear()
-    with pytest.raises(SampleProblem, match=r"pip install 'isobatch\[video\]'"):
+    with pytest.raises(SampleProblem, match=r"pip install av"):
         read(content)
     monkeypatch.undo()
     assert read(content)[2] == 2

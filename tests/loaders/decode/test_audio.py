@@ -159,5 +159,5 @@ def test_without_soundfile_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(DataError, match=r"pip install 'isobatch\[audio\]'"):
+    with pytest.raises(DataError, match=r"pip install soundfile"):
         decode_audio(RULE, _encoded(_tone(100), format="FLAC"))

@@ -166,7 +166,7 @@ def test_damaged_files_are_one_line_or_decode() -> None:
 
 def test_without_pyav_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ConfigError, match=r"pip install 'isobatch\[video\]'"):
+    with pytest.raises(ConfigError, match=r"pip install av"):
         list(decode_frames(b"", VideoFacts(1, 1, 1, 1.0), (0,)))
 
 

@@ -111,7 +111,7 @@ def test_a_job_of_kubernetes_completes_the_build(ways, raw):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
-    reason="Ray is not installed: pip install isobatch[ray]",
+    reason="Ray is not installed: pip install ray",
 )
 def test_ray_completes_the_build(ways, raw):
     place = new_place(ways, raw, "ray")

@@ -136,7 +136,7 @@ def test_a_folder_that_datasets_does_not_know_is_one_line(tmp_path):
 def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
     write_questions(tmp_path / "a.csv", 0, 3)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"no dataset in .* pip install 'isobatch\[hub\]'"):
+    with pytest.raises(DataError, match=r"no dataset in .* pip install huggingface_hub datasets"):
         locate(str(tmp_path), known=[])
 
 

@@ -267,7 +267,7 @@ def test_a_download_that_fails_is_one_line(hub, monkeypatch):
 
 def test_without_the_extra_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'isobatch\[hub\]'"):
+    with pytest.raises(ConfigError, match=r"pip install huggingface_hub datasets"):
         locate("org/name", known=KNOWN)
 
 

@@ -292,7 +292,7 @@ def test_a_saved_folder_in_an_object_store_is_streamed(tmp_path, monkeypatch):
 def test_without_the_extra_a_saved_folder_says_what_to_install(tmp_path, monkeypatch):
     write_saved(tmp_path, rows(3))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'isobatch\[hub\]'"):
+    with pytest.raises(ConfigError, match=r"pip install huggingface_hub datasets"):
         chunks_of(open_place(tmp_path))
 
 
