@@ -282,7 +282,8 @@ class Builder:
             rejected = count_rejected(read_row_groups(folder / REJECTED_NAME))
         summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
-            Results(self.place, "").remove()
+            if not self.publisher.is_held_by_others():
+                Results(self.place, "").remove()
             self.publisher.forget()
         else:  # the run that wrote the manifest may have been killed before it did
             self.staging.remove()

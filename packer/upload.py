@@ -81,6 +81,11 @@ class Publisher:
         write_html(make_report(self.folder), self.folder / REPORT_NAME)
         self._upload(*names, REPORT_NAME, MANIFEST_NAME)
 
+    def is_held_by_others(self) -> bool:
+        """Whether the mark at the URI is of another work folder: somebody changes the build."""
+        holder = self._holder()
+        return bool(holder) and not (self._claim.exists() and holder == self._claim.read_bytes())
+
     def forget(self) -> None:
         """Remove the work folder, and the mark at the URI if it is this build's."""
         if self._claim.exists() and self._holder() == self._claim.read_bytes():

@@ -124,3 +124,15 @@ def test_a_run_killed_after_the_manifest_leaves_no_mark(s3, build_in_bucket, hal
     assert "building.json" in listed(s3, build_in_bucket)
     assert not add(halves, build_in_bucket).is_new
     assert "building.json" not in listed(s3, build_in_bucket)
+
+
+def test_the_first_command_again_leaves_what_others_are_adding(
+    s3, build_in_bucket, halves, tmp_path
+):
+    prefix = build_in_bucket.removeprefix(s3.uri + "/")
+    begun = b'{"host": "elsewhere", "work_folder": "/there", "token": "1"}'
+    client(s3).put(f"{prefix}/building.json", begun)
+    client(s3).put(f"{prefix}/staging/partitions/key/00001/partition.json", b"{}")
+    before = listed(s3, build_in_bucket)
+    pack(halves, build_in_bucket, keep_columns=("score",))
+    assert listed(s3, build_in_bucket) == before
