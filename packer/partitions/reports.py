@@ -78,8 +78,10 @@ class Tally:
     _looked: float = field(default_factory=monotonic)
 
     def hear(self, report: PartitionReport) -> None:
-        """Take a report and show all."""
-        self._latest[report.place] = report
+        """Take a report and show all; one that comes after the end of its partition is late."""
+        known = self._latest.get(report.place)
+        if known is None or known.part < 1 or report.part == 1:
+            self._latest[report.place] = report
         reports = self._latest.values()
         done = self.before + sum(each.part == 1 for each in reports)
         nodes = {each.node for each in reports if each.part < 1 and each.node}

@@ -122,3 +122,5 @@ def test_a_partition_that_begins_again_elsewhere_takes_its_report_back():
         tally.hear(PartitionReport(5, 1.0, 1200))
         assert (stage.done, stage.task.completed) == (1500, 3.25)
         assert "3 of 10 partitions, 1 node, 1,500 samples" in stage.task.fields["detail"]
+        tally.hear(PartitionReport(5, 0.9, 1000, "second"))  # which was on its way
+        assert "3 of 10 partitions, 1 node, 1,500 samples" in stage.task.fields["detail"]
