@@ -122,10 +122,12 @@ class _Change:
         self._groups = read_groups(groups)
         self.is_gone = names.among(self._counts)
         self.is_gone_rejected = names.among(self._rejected)
-        self._shard = self._index.column("shard").to_numpy()
         self._is_torn = self._groups.sum(self.is_gone.astype(np.int64)) > 0
         """Whether each group loses samples."""
-        self._torn_shards = np.unique(self._shard[self._is_torn])
+        shards = self._index.column("shard").to_numpy()  # ascending
+        self._torn_shards = np.unique(shards[self._is_torn])
+        self._borders = np.searchsorted(shards, np.arange(len(base.shards) + 1)).tolist()
+        """Where the groups of each shard begin in the index, and where the last one's end."""
         self.plan = list(self._plan())
 
     def removal(self, manifest: Manifest) -> Removal:
@@ -146,8 +148,10 @@ class _Change:
 
         First torn shards without their torn groups, then what is packed again.
         """
+        stays = ~self._is_torn
         for shard in self._torn_shards.tolist():
-            rows = np.flatnonzero((self._shard == shard) & ~self._is_torn)
+            first, last = self._borders[shard : shard + 2]
+            rows = first + np.flatnonzero(stays[first:last])
             if len(rows):
                 yield self._groups.take(rows), shard
         for window in self._windows():
@@ -221,8 +225,9 @@ class _Change:
         sizes = torn.sum(num_bytes)
         most = min(int(self._config["shard_mb"]) << 20, MOST_WINDOW)
         window_of = (np.cumsum(sizes) - sizes) // most
-        for window in np.unique(window_of).tolist():
-            samples = torn.take(np.flatnonzero(window_of == window)).samples
+        firsts = np.flatnonzero(np.diff(window_of, prepend=-1)).tolist()
+        for first, last in pairwise([*firsts, len(torn)]):
+            samples = torn.take(np.arange(first, last)).samples
             yield np.sort(samples[~self.is_gone[samples]])
 
     def _packed_again(self, rows: IntArray) -> Groups:
@@ -260,12 +265,12 @@ class _Change:
         replaced = {shard: task for task, (_, shard) in enumerate(self.plan) if shard is not None}
         # of each new shard: its entry and its rows of the index
         shards: list[tuple[dict[str, Any], list[pa.Table]]] = []
-        borders = np.searchsorted(self._shard, np.arange(len(base.shards) + 1)).tolist()
-        for shard, (first, last) in enumerate(pairwise(borders)):
+        torn = set(self._torn_shards.tolist())
+        for shard, (first, last) in enumerate(pairwise(self._borders)):
             if shard in replaced:
                 task = replaced[shard]
                 shards.append((entries[task], list(read_rows(parts[task]))))
-            elif shard not in self._torn_shards:
+            elif shard not in torn:
                 shards.append(
                     (base.values["shards"][shard], [self._index.slice(first, last - first)])
                 )

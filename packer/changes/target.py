@@ -83,12 +83,14 @@ class Target:
             begun = _begun(marker)
             if begun == wanted and not discard:
                 return
-            # what was begun on an earlier build is over, or of no use
-            if begun.get("base") == base.hash and not discard:
+            # what was begun on an earlier build is over, and what has staged nothing blocks nobody
+            has_work = begun.get("base") == base.hash and any(self.staging.rglob("*.arrow"))
+            if has_work and not discard:
                 what = f"an unfinished `packer {begun.get('change')}` of other data or options"
                 raise DataError(f"{self.place} has {what}: run that again, or add --discard")
             for path in self.staging.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if path.name != BUILDING_NAME or discard:  # by which this machine knows its mark
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             if self.publisher:
                 if discard:
                     open_object_folder(self.place).delete([BUILDING_NAME])

@@ -14,6 +14,7 @@ from isobatch.packer.changes.merge import merge_builds
 from isobatch.packer.changes.remove import remove_samples
 from isobatch.packer.changes.sample_names import SampleNames
 from isobatch.packer.changes.target import Target
+from isobatch.packer.upload import Publisher
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import read_manifest
 from support.builds.packed import digests, quiet
@@ -136,3 +137,34 @@ def test_the_first_command_again_leaves_what_others_are_adding(
     before = listed(s3, build_in_bucket)
     pack(halves, build_in_bucket, keep_columns=("score",))
     assert listed(s3, build_in_bucket) == before
+
+
+@pytest.mark.parametrize("moment", ["sweep", "publish"])
+def test_a_removal_that_ended_early_is_ended_by_the_same_command(
+    s3, build_in_bucket, first_builds, tmp_path, monkeypatch, moment
+):
+    folder = shutil.copytree(first_builds["arrow"], tmp_path / "folder")
+    remove_samples(str(folder), GONE, quiet(), workers=1)
+    killed = []
+    whose = Target if moment == "sweep" else Publisher
+    method = getattr(whose, moment)
+
+    def kill_once(self, *arguments):
+        # the first sweep is of a change that begins, the second of one that is over
+        killed.append(1)
+        if len(killed) == (2 if moment == "sweep" else 1):
+            raise KeyboardInterrupt
+        return method(self, *arguments)
+
+    monkeypatch.setattr(whose, moment, kill_once)
+    with pytest.raises(KeyboardInterrupt):
+        remove_samples(build_in_bucket, GONE, quiet(), workers=1)
+    remove_samples(build_in_bucket, GONE, quiet(), workers=1)
+    assert listed(s3, build_in_bucket) == in_folder(folder)
+
+
+def test_a_change_that_was_refused_blocks_no_other(arrow_build, build_in_bucket, halves):
+    for place in (str(arrow_build), build_in_bucket):
+        with pytest.raises(DataError, match="no sample would be left"):
+            remove_samples(place, SampleNames(sources=("first",)), quiet(), workers=1)
+        assert add(halves, place).is_new
