@@ -226,8 +226,8 @@ def _step_source(
         schedule = MixingSchedule(config.mixing_weights, [str(url) for url, _ in datasets])
         return ScheduledSource(parts, schedule, config.seed, config.balance)
     if len(parts) == 1:
-        has_grown = bool(builds[0].manifest.values.get("earlier"))
-        grown = GrownSource(parts[0], config.added, config.seed, config.balance)
-        return grown if has_grown else parts[0]
+        if not builds[0].manifest.values.get("earlier"):
+            return parts[0]
+        return GrownSource(parts[0], config.added, config.seed, config.balance)
     weights = [weight for _, weight in datasets]
     return MixedSource(parts, weights, config.seed, config.balance)

@@ -234,7 +234,7 @@ def remove(
         removed = counted(result.num_samples, "samples")
         print_line(f"removed {removed}, and {result.num_rejected:,} rejected: {groups}, {shards}")
     else:
-        print_line(f"none of these samples is in {out}; nothing to do")
+        print_line(f"none of these samples is in {out}; its sources: {', '.join(result.sources)}")
     if result.num_unknown and (result.num_samples or result.num_rejected):
         print_line(f"note: {result.num_unknown:,} of the ids or sources are of no sample")
     _print_totals(out, result.manifest)

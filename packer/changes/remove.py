@@ -60,6 +60,8 @@ class Removal:
     """Rejected samples whose rows are gone."""
     num_unknown: int
     """Ids and sources that are of no sample."""
+    sources: list[str]
+    """Sources that the build had."""
     num_groups: int
     """Groups that were packed again, or are gone."""
     num_shards: int
@@ -136,6 +138,7 @@ class _Change:
             num_samples=self._base.num_packed - manifest.num_packed,
             num_rejected=int(np.count_nonzero(self.is_gone_rejected)),
             num_unknown=self._names.unknown([self._counts, self._rejected]),
+            sources=sorted(pc.unique(self._counts.column("source")).to_pylist()),
             num_groups=int(np.count_nonzero(self._is_torn)),
             num_shards=len(self._torn_shards),
             manifest=manifest,

@@ -40,7 +40,7 @@ def test_add_remove_and_verify_say_what_they_did(run, arrow_build, new_data, tmp
     assert status == 0
     assert "absent: no sample of these ids is in a table or a shard" in printed
     _, printed, _ = run("remove", arrow_build, "--ids", ids)
-    assert "none of these samples is in" in printed
+    assert f"none of these samples is in {arrow_build}; its sources: first, new" in printed
     _, printed, _ = run("inspect", arrow_build, "--sample", "id-004")
     assert "id-004" in printed
     _, printed, _ = run("report", arrow_build)
