@@ -157,6 +157,7 @@ def test_an_unfinished_change_is_named_and_can_be_given_up(arrow_build, halves):
     marker = {"change": "remove", "key": "1", "base": read_manifest(arrow_build).hash}
     (arrow_build / "staging").mkdir()
     (arrow_build / "staging" / "build.json").write_text(json.dumps(marker))
+    (arrow_build / "staging" / "shard-00000.arrow").write_bytes(b"work that would be lost")
     (arrow_build / "shards" / "shard-00001-00000.arrow").write_bytes(b"half")
     with pytest.raises(DataError, match="unfinished `packer remove`"):
         add(halves, arrow_build)
