@@ -11,8 +11,7 @@ of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
 import hashlib
 import json
 import os
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import partial
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tokenizers import Encoding
 
 from isobatch.common.errors import ConfigError
 from isobatch.counting.text._control_tokens import ControlTokens
@@ -46,6 +44,7 @@ from isobatch.counting.text.chat_template import (
     Message,
     TemplateRefusedError,
 )
+from isobatch.counting.text.text_encoder import Encoded, TextEncoder, encode_slowly
 from isobatch.counting.text.tokenizer_files import (
     TokenizerFiles,
     build_backend,
@@ -153,6 +152,7 @@ class ChatTokenizer:
         """The day that the template writes; None if it writes none."""
         self._fields = MessageFields(self._template)
         self._control = ControlTokens(self._backend)
+        self._encoder = TextEncoder(self._backend)
         takes_parts = self._takes_parts(files.where)
         self._media = self._media_of(image, video, audio, takes_parts=takes_parts)
         self._visual = [medium for medium in self._media if medium.kind != "audio"]
@@ -246,11 +246,15 @@ class ChatTokenizer:
                     results[i] = row
                 elif row.protected is protected:
                     rows[i] = row
-            backend = self._control.backend if protected and rows else self._backend
             texts = [row.text for row in rows.values()]
-            encodings = backend.encode_batch(texts, add_special_tokens=False)
-            for (i, row), encoding in zip(rows.items(), encodings, strict=True):
-                results[i] = self._finish(row, encoding)
+            spans = [row.spans for row in rows.values()]
+            encoded: Iterable[Encoded] = (
+                encode_slowly(self._control.backend, texts, spans)
+                if protected and rows
+                else self._encoder.encode(texts, spans)
+            )
+            for (i, row), one in zip(rows.items(), encoded, strict=True):
+                results[i] = self._finish(row, *one)
         return [results[i] for i in range(len(prepared))]
 
     def _prepare(
@@ -399,15 +403,14 @@ class ChatTokenizer:
         videos_at = tuple(place for place, placeholder in enumerate(order) if placeholder == video)
         return text, spans, num_tokens, videos_at
 
-    def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
-        # a third of the time of np.array
-        input_ids = np.frombuffer(array("i", encoding.ids), np.int32)
+    def _finish(
+        self, rendered: _Rendered, input_ids: Int32Array, spans: list[Span]
+    ) -> EncodedText | TextRejected:
         if rendered.protected:
             try:
                 input_ids = self._control.restore(input_ids)
             except ValueError as error:
                 return TextRejected("control_token", str(error))
-        spans = list(_token_spans(encoding, rendered.spans, len(rendered.text)))
         if rendered.is_document:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
@@ -513,25 +516,6 @@ def _day(day: str | None) -> date:
         raise ConfigError(f"{what} = {(day or epoch)!r}: expected a day as {form}") from None
 
 
-# --- character spans of a text -> token spans of its encoding ---
-
-
-def _token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:
-    """Token spans of character spans: every token that has at least one of the characters.
-
-    `chars` are in order and disjoint, and so are the results. `num_chars` is the text's length.
-    """
-    done = 0
-    for first, last in chars:
-        start = _token_at(encoding, first, num_chars)
-        end = _token_at(encoding, last, num_chars)
-        if (held := encoding.token_to_chars(end)) is not None and held[0] < last:
-            end += 1  # this token has characters of both sides
-        if max(start, done) < end and first < last:
-            yield max(start, done), end
-            done = end
-
-
 def _spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     """What `spans`, in order and disjoint, leave of `start` up to `end`; no span is empty.
 
@@ -540,10 +524,3 @@ def _spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     """
     edges = [start, *(edge for span in spans for edge in span), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
-    """First token with the character `char`, or with the next character that any token has."""
-    # A character has no token when the tokenizer's normalizer drops it.
-    tokens = (encoding.char_to_token(i) for i in range(char, num_chars))
-    return next((token for token in tokens if token is not None), len(encoding))
