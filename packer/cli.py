@@ -16,8 +16,10 @@ from isobatch.common.command_line import (
     ConfigOption,
     JsonOption,
     new_app,
+    print_result,
     read_config,
     run_app,
+    with_log,
     with_options,
 )
 from isobatch.common.config import preset_names, read_toml
@@ -76,6 +78,7 @@ app = new_app(
 
 
 @app.command()
+@with_log
 @with_options(
     BuildConfig,
     *COUNTING,
@@ -108,29 +111,25 @@ def build(
         estimate = estimate_build(
             builder.config, StageProgress(messages), price=price_per_core_hour
         )
-        if as_json:
-            print(json.dumps(estimate.to_json()))
-        else:
+        if print_result(estimate.to_json(), as_json=as_json):
             print_estimate(estimate, builder.config, results())
         return
     summary = builder.build(overwrite=overwrite)
     if summary is None:  # other shares of the partitions are missing
-        if as_json:
-            print(json.dumps({"out": builder.config.out, "complete": False}))
+        print_result({"out": builder.config.out, "complete": False}, as_json=as_json)
         return
     report = make_report(summary.out)
     # a build at a URI has written its page itself; one killed after its manifest has none yet
     has_page = summary.already_complete and Path(summary.out, REPORT_NAME).exists()
     if not is_uri(summary.out) and not has_page:
         save_html(report, summary.out)
-    if as_json:
-        limits = {"limits": summary.limits.to_json()}
-        print(json.dumps({**asdict(summary), **limits, "report": report.to_json()}))
-        return
-    print_build(summary, report, results())
+    values = {"limits": summary.limits.to_json(), "report": report.to_json()}
+    if print_result(asdict(summary) | values, as_json=as_json):
+        print_build(summary, report, results())
 
 
 @app.command()
+@with_log
 @with_options(
     BuildConfig,
     *(name for name in COUNTING if name != "out"),
@@ -153,23 +152,16 @@ def add(
     new = read_config(BuildConfig, context, command="packer add")
     addition = Adder(grown_config(manifest, new), StageProgress(messages)).add(discard=discard)
     if addition is None:  # other shares of the partitions are missing
-        if as_json:
-            print(json.dumps({"out": out, "complete": False}))
+        print_result({"out": out, "complete": False}, as_json=as_json)
         return
-    totals = addition.manifest.values["totals"]
-    if as_json:
-        rejected = {reason: entry.number for reason, entry in addition.rejected.items()}
-        print(
-            json.dumps(
-                {
-                    "out": out,
-                    "added": addition.totals,
-                    "rejected": rejected,
-                    "totals": totals,
-                    "manifest_hash": addition.manifest.hash,
-                }
-            )
-        )
+    values = {
+        "out": out,
+        "added": addition.totals,
+        "rejected": {reason: entry.number for reason, entry in addition.rejected.items()},
+        "totals": addition.manifest.values["totals"],
+        "manifest_hash": addition.manifest.hash,
+    }
+    if not print_result(values, as_json=as_json):
         return
     if addition.is_new:
         new_groups = counted(addition.totals["num_groups"], "groups")
@@ -182,6 +174,7 @@ def add(
 
 
 @app.command()
+@with_log
 def merge(
     builds: Annotated[list[str], typer.Argument(help="Folders or URIs.", metavar="BUILD...")],
     out: Annotated[str, typer.Option(help="Folder or URI of the new build.")],
@@ -192,13 +185,12 @@ def merge(
     Shards are links to the same files, or copies that the object store makes.
     """
     manifest = merge_builds(builds, out, StageProgress(messages))
-    if as_json:
-        print(json.dumps({"out": out, "totals": manifest.values["totals"]}))
-        return
-    _print_totals(out, manifest)
+    if print_result({"out": out, "totals": manifest.values["totals"]}, as_json=as_json):
+        _print_totals(out, manifest)
 
 
 @app.command()
+@with_log
 def remove(
     out: BuildPlace,
     ids: Annotated[
@@ -225,9 +217,8 @@ def remove(
     result = remove_samples(
         out, names, StageProgress(messages), workers=workers or default_workers(), discard=discard
     )
-    if as_json:
-        values = asdict(replace(result, manifest=None))  # type: ignore[arg-type]
-        print(json.dumps(values | {"manifest": result.manifest.hash}))
+    values = asdict(replace(result, manifest=None))  # type: ignore[arg-type]
+    if not print_result(values | {"manifest": result.manifest.hash}, as_json=as_json):
         return
     if result.num_samples or result.num_rejected:
         groups, shards = counted(result.num_groups, "groups"), counted(result.num_shards, "shards")
@@ -241,6 +232,7 @@ def remove(
 
 
 @app.command()
+@with_log
 @with_options(BuildConfig, *COUNTING)
 def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Only count patches and tokens of every sample.
@@ -251,9 +243,9 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     counts, rejected = builder.count()
     reasons = count_rejected([rejected])
     read = len(counts) + len(rejected)
-    if as_json:
-        numbers = {reason: entry.number for reason, entry in reasons.items()}
-        print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
+    numbers = {reason: entry.number for reason, entry in reasons.items()}
+    values = {"num_read": read, "num_counted": len(counts), "rejected": numbers}
+    if not print_result(values, as_json=as_json):
         return
     sums = f"{len(counts):,} counted + {len(rejected):,} rejected"
     print_line(f"{counted(read, 'samples')} read = {sums}")
@@ -263,6 +255,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
 
 
 @app.command()
+@with_log
 @with_options(BuildConfig, *GROUPING, "isf_iterations")
 def group(
     context: typer.Context,
@@ -310,6 +303,7 @@ def report(
 
 
 @app.command()
+@with_log
 def verify(
     out: BuildPlace,
     workers: Annotated[
@@ -338,10 +332,9 @@ def verify(
         image_root=image_root,
         absent=SampleNames(ids=read_ids(absent)) if absent else None,
     )
-    if as_json:
-        print(json.dumps(asdict(result)))
+    is_for_people = print_result(asdict(result), as_json=as_json)
     require_intact(result)
-    if not as_json:
+    if is_for_people:
         files = counted(result.num_files, "files")
         print_line(f"intact: {files}, {result.num_bytes:,} bytes")
         if media:
