@@ -44,9 +44,11 @@ from isobatch.packer.inspect.terminal import group_title, print_group
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.build_summary import Rejection, count_rejected
+from isobatch.packer.report.comparison import LETTERS, compare
 from isobatch.packer.report.figures import make_report
-from isobatch.packer.report.html import write_html
-from isobatch.packer.report.terminal import print_build, print_report
+from isobatch.packer.report.gpu_hours import MFU, GpuQuestion
+from isobatch.packer.report.html import write_comparison, write_html
+from isobatch.packer.report.terminal import print_build, print_comparison, print_report
 from isobatch.packer.sources.dataset import print_datasets
 from isobatch.packer.upload import save_html
 from isobatch.packer.verify import require_intact, verify_build
@@ -57,6 +59,9 @@ from isobatch.shards.tables import REJECTED_NAME
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
     int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are for.")
+]
+Places = Annotated[
+    list[str], typer.Argument(help="One build, or two to compare.", metavar="OUT...")
 ]
 DiscardOption = Annotated[
     bool, typer.Option("--discard", help="Give up a change that was begun and not finished.")
@@ -283,23 +288,44 @@ def group(
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
         page = None if out is None else folder / REPORT_NAME
-        _report(str(folder), dp, as_json=as_json, html=page)
+        _report([str(folder)], dp, as_json=as_json, html=page)
 
 
 @app.command()
 def report(
-    out: BuildPlace,
-    dp: RanksOption = 8,
+    outs: Places,
+    dp: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_536, help="Data-parallel ranks. Default: --gpus, or 8."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict GPU hours on such GPUs: h100, or any preset of configs/clusters."
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many. Default: --dp.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option(help=f"Share of its peak that a GPU reaches. Default: {MFU:g}."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with the distributions to this file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how balanced a build is, next to other samplers.
+    """Print how balanced a build is, next to other samplers; or two builds in one table.
 
     The build's own report.html, which stays as it is, is for 8 ranks.
     """
-    _report(out, dp, as_json=as_json, html=html)
+    if gpu is None and (gpus, price, mfu) != (None, None, None):
+        raise ConfigError(
+            "--gpus, --price and --mfu are for a prediction: add --gpu, as --gpu h100"
+        )
+    ranks = dp or gpus or 8
+    question = gpu and GpuQuestion(gpu=gpu, num_gpus=gpus or ranks, price=price, mfu=mfu or MFU)
+    _report(outs, ranks, question or None, as_json=as_json, html=html)
 
 
 @app.command()
@@ -471,14 +497,30 @@ def _print_totals(out: str, manifest: Manifest) -> None:
     print_line(f"{out} has {counted(manifest.num_packed, 'samples')} in {groups}")
 
 
-def _report(out: str, dp: int, *, as_json: bool, html: Path | None) -> None:
-    result = make_report(out, dp=dp)
+def _report(
+    places: list[str],
+    dp: int,
+    question: GpuQuestion | None = None,
+    *,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    if len(places) > len(LETTERS):
+        raise ConfigError(f"packer report shows one build or compares two, not {len(places)}")
+    reports = [make_report(place, dp=dp, question=question) for place in places]
+    first, *others = reports
+    values = [{"out": place} | made.to_json() for place, made in zip(places, reports, strict=True)]
     if as_json:
-        print(json.dumps(result.to_json()))
+        print(json.dumps({"builds": values} if others else first.to_json()))
+    elif others:
+        print_comparison(places, compare(reports), results())
     else:
-        print_report(result, results())
+        print_report(first, results())
     if html is not None:
         with naming_full_disk(html.parent):
-            write_html(result, html)
+            if others:
+                write_comparison(reports, places, html)
+            else:
+                write_html(first, html)
         if not as_json:
             print_line(f"details: {html}")

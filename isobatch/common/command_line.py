@@ -50,7 +50,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 LOG_KINDS = ("text", "json")
 LogOption = Annotated[
     str,
-    typer.Option("--log", help="Progress and messages: text, or json, an object a line, for programs."),
+    typer.Option(
+        "--log", help="Progress and messages: text, or json, an object a line, for programs."
+    ),
 ]
 
 Config = TypeVar("Config")
