@@ -105,7 +105,7 @@ def saving_text(hours: GpuHours) -> str:
     """The prediction in a sentence."""
     price = hours.question.price
     saved, other = abs(hours.saved_hours), TITLES.get(hours.baseline, hours.baseline)
-    money = "" if price is None else f", {amount_text(saved * price)} in money"
+    money = "" if price is None else f", worth {amount_text(saved * price)}"
     verb = "Isobatch saves" if hours.saved_hours >= 0 else "Isobatch takes"
     more = "" if hours.saved_hours >= 0 else " more"
     return (
