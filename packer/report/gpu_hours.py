@@ -1,4 +1,4 @@
-"""GPU hours of an epoch on a cluster: predicted for a build, and for what people use without one.
+"""GPU hours of an epoch, predicted for a build and for what people use without.
 
 Pure. Every number comes from the build's counts, the model's sizes and the GPU's peak. Where
 something has to be assumed, it is what makes the build look worse: a high share of the peak, no
