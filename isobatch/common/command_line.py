@@ -1,9 +1,10 @@
 """Options, error lines and exit statuses that `packer` and `engine` share.
 
-Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted by Ctrl-C,
-143 ended by SIGTERM.
+Every program here has the exit statuses of `EXIT_STATUSES`; docs/reference/command_line.md has them
+and the log for machines.
 """
 
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from dataclasses import fields
 from functools import wraps
 from importlib.metadata import version
 from inspect import Parameter, Signature, signature
+from itertools import pairwise
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from types import GenericAlias
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
@@ -28,6 +31,15 @@ from isobatch.common.visible_text import visible_line
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 """Exit statuses; the last two, by the shells' convention, of what Ctrl-C and SIGTERM stopped."""
 
+EXIT_STATUSES = {
+    DONE: "done",
+    FAILED: "the data, the build or the machine is at fault",
+    WRONG_CALL: "the call or its config is wrong",
+    INTERRUPTED: "stopped by Ctrl-C",
+    TERMINATED: "stopped by SIGTERM",
+}
+"""Exit status -> what it means, for `--help` and the docs."""
+
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
 
@@ -35,6 +47,13 @@ ConfigOption = Annotated[
     Path | None, typer.Option(help="TOML file with any of these options, and the rarer ones.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+LOG_KINDS = ("text", "json")
+LogOption = Annotated[
+    str,
+    typer.Option(
+        "--log", help="Progress and messages: text, or json, an object a line, for programs."
+    ),
+]
 
 Config = TypeVar("Config")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -45,7 +64,14 @@ def new_app(name: str, text: str) -> typer.Typer:
 
     Its commands are registered on it.
     """
-    app = typer.Typer(name=name, help=text, pretty_exceptions_enable=False, rich_markup_mode=None)
+    statuses = ", ".join(f"{status} {meaning}" for status, meaning in EXIT_STATUSES.items())
+    app = typer.Typer(
+        name=name,
+        help=text,
+        epilog=f"Exit status: {statuses}.",
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
 
     @app.callback(invoke_without_command=True)
     def front(
@@ -87,6 +113,29 @@ def with_options(kind: type, *names: str) -> Callable[[Command], Command]:
     return decorate
 
 
+def with_log(command: Command) -> Command:
+    """Give a command the option `--log`, which `run_app` has obeyed already."""
+    accepted = signature(command, eval_str=True)
+    option = Parameter("log", Parameter.KEYWORD_ONLY, default="text", annotation=LogOption)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        if values.pop("log") not in LOG_KINDS:
+            raise ConfigError(f"--log: give {' or '.join(LOG_KINDS)}")
+        command(**values)
+
+    run.__signature__ = Signature([*accepted.parameters.values(), option])  # type: ignore[attr-defined]
+    return cast(Command, run)
+
+
+def print_result(values: dict[str, Any], *, as_json: bool) -> bool:
+    """Log a result, print it where JSON is asked for; -> whether people still wait for words."""
+    messages.event("result", result=values)
+    if as_json:
+        print(json.dumps(values))
+    return not as_json
+
+
 def _annotation(name: str, kind: Any, option: Option) -> Any:
     """The annotation that typer needs for an option that may be left out."""
     if get_origin(kind) is Literal:
@@ -108,6 +157,9 @@ def read_config(kind: type[Config], context: typer.Context, *, command: str) -> 
 def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
     """Run the call in `sys.argv`: an error of the user is one line and an exit status."""
     signals = StopSignals()
+    begun = perf_counter()
+    # before the call is read: the line that says what is wrong with it is an event too
+    messages.is_log = "--log=json" in sys.argv or ("--log", "json") in pairwise(sys.argv)
     try:
         try:
             signals.begin()
@@ -129,6 +181,7 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
         message, status = stopped, TERMINATED if is_term else INTERRUPTED
     if status != DONE:
         print_error(message)
+    messages.event("end", status=status, seconds=round(perf_counter() - begun, 3))
     signals.end(has_line=status != DONE)  # a second signal ends the cleaning up at once
     if status != DONE:
         sys.exit(status)
@@ -168,6 +221,9 @@ def fail(message: str, status: int) -> NoReturn:
 def print_error(message: str) -> None:
     """Print one error line."""
     text = escape(visible_line(message))
+    if messages.is_log:
+        messages.event("error", text=message)
+        return
     messages.print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
 
 

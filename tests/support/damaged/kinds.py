@@ -21,11 +21,11 @@ from isobatch.common.config import config_root, load_config, preset_names
 from isobatch.common.errors import MediaRejected
 from isobatch.common.types import COUNT_COLUMNS, Counts
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer, Turn
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.plan_config import PlanConfig
 from isobatch.engine.planning.plan import read_plan
 from isobatch.loaders import StreamingLoader
 from isobatch.models.audio_tokens import plan_audio
+from isobatch.models.clusters import load_cluster
 from isobatch.models.flops import FlopsModel
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.image_tokens import plan_image
