@@ -366,6 +366,9 @@ def _packed_figures(
         vit_tokens=np.stack(vit_tokens)[None],
         llm_tokens=llm_tokens[None],
         llm_squares=squares[0][None] if squares else None,
+        room=stored.room
+        * sum(int((of.sizes > 0).sum()) for of in work.micro_batches)
+        // max(1, len(stored.builds)),
         complete=np.full((1, llm_tokens.shape[1]), stored.complete.all()),
     )
 
