@@ -16,7 +16,10 @@ from support.builds.shard_fixture import group_samples, make_samples
 from support.trainers.engine_train import main
 from support.workers.read_logs import read_events, read_wandb
 
-NAMES = "waiting_vision waiting_llm waiting_attention fill tokens epoch rejected".split()
+NAMES = [
+    *("waiting_vision", "waiting_llm", "waiting_attention"),
+    *("fill", "tokens", "epoch", "rejected"),
+]
 torch.set_num_threads(1)
 
 
@@ -146,3 +149,60 @@ def test_the_engines_trainer_logs_its_loss_beside(build, folder):
     assert [step for step, _ in logged][-1] == 12
     assert logged[0][1] == pytest.approx(sum(losses[: logged[0][0]]) / logged[0][0], rel=1e-5)
     assert {f"isobatch/{name}" for name in (*NAMES, "waiting_pipeline")} <= events.keys()
+
+
+class TokenModel(torch.nn.Module):
+    """The smallest model that a Trainer takes."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.head = torch.nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, input_ids, labels, num_items_in_batch=None, **options):
+        loss = torch.nn.functional.cross_entropy(
+            self.head(input_ids)[:-1], labels[1:], reduction="sum"
+        )
+        return {"loss": loss / num_items_in_batch}
+
+
+def test_balanced_trainer_reports_where_its_trainer_does(build, folder):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    pytest.importorskip("tensorboard")
+    from isobatch.loaders import BalancedTrainer  # noqa: PLC0415
+
+    expected = []
+
+    def train(loader=None, **options):
+        args = transformers.TrainingArguments(
+            output_dir=str(folder / "out"),
+            disable_tqdm=True,
+            use_cpu=True,
+            gradient_accumulation_steps=2,
+            save_steps=3,
+            **{"max_steps": 6, "logging_steps": 2, "report_to": ["tensorboard"], **options},
+        )
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "runs")
+        loader = loader or StreamingLoader(build, micro_batches_per_step=2)
+        trainer = BalancedTrainer(
+            model=TokenModel(loader.vocab_size),
+            args=args,
+            train_dataset=loader,
+            to_inputs=lambda of: {"input_ids": of.input_ids, "labels": of.labels},
+        )
+        trainer.train(resume_from_checkpoint=options.get("max_steps", 6) > 6)
+        return trainer
+
+    own = {"log_to": lambda figures, step: expected.append(figures), "log_every": 2}
+    train(StreamingLoader(build, micro_batches_per_step=2, **own))
+    resumed = train(max_steps=8)
+    events = read_events(folder / "runs")
+    for name in (name for name in NAMES if name != "epoch"):
+        logged = dict(events[f"train/isobatch/{name}"])
+        assert list(logged) == [2, 4, 6, 8]
+        values = [figures[f"isobatch/{name}"] for figures in expected[:3]]
+        assert [logged[step] for step in (2, 4, 6)] == pytest.approx(values, rel=1e-5), name
+    assert "isobatch/fill" in resumed.state.log_history[-2]
+    assert not any("isobatch/fill" in of for of in train(report_to=[]).state.log_history)
+    with pytest.warns(UserWarning, match="dataloader_num_workers=0"):
+        train(dataloader_num_workers=1, max_steps=2)
