@@ -1,4 +1,4 @@
-"""Figures of steps for TensorBoard, W&B, MLflow, Trackio or a function: `MetricsLogger`.
+"""Figures of steps for TensorBoard, W&B, MLflow, Trackio: `MetricsLogger`.
 
 For `StepStream`, whose option `log_to` asks for it, and for trainers that log by themselves
 (`MetricsWindow`). All figures are of what a `Meter` has counted anyway; only attention is computed

@@ -50,7 +50,7 @@ def test_sdist_and_the_wheel_built_from_it_have_the_package_and_nothing_else(dis
         files = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     assert files.keys() == tracked() | SHORT
     assert all(content == (ROOT / name).read_bytes() for name, content in files.items())
-    for suffix in ("py.typed", ".toml", ".css", ".jinja", "tokenizer.json"):
+    for suffix in ("py.typed", ".toml", ".css", ".j2", "tokenizer.json"):
         assert any(name.endswith(suffix) for name in files), suffix
 
 

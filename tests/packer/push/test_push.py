@@ -1,5 +1,6 @@
 """`packer push` against a stand-in of the Hub: what is there, killed and continued, read back."""
 
+import io
 import json
 import os
 import signal
@@ -9,14 +10,20 @@ import threading
 
 import pytest
 import yaml
+from rich.console import Console
 
 from isobatch.loaders import StreamingLoader
+from isobatch.packer.build import Builder
+from isobatch.packer.config import BuildConfig
+from isobatch.packer.progress import StageProgress
+from isobatch.packer.report.figures import make_report
+from isobatch.packer.upload import save_html
 from isobatch.packer.verify import verify_build
+from support.builds.raw_data import good_records, options, write_dataset
 from support.stores.hub_server import hub_server
 
 pytestmark = pytest.mark.server
 COPY = "copy it here first"
-SMALL = ["--max-seq-len", "512"]
 RUN = "import isobatch.packer.push as push; push.FILES_PER_COMMIT = 2; "
 RUN += "from isobatch.packer.cli import main; main()"
 
@@ -33,16 +40,22 @@ def command(*arguments, program=RUN, **environment):
 
 
 def ended(process, status=0):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == status, out + err
     return out, err
 
 
+def quiet():
+    return StageProgress(Console(file=io.StringIO()))
+
+
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    out = tmp_path_factory.mktemp("demo") / "packed"
-    ended(command("build", "--dataset", "demo", "--out", out, "--format", "webdataset", *SMALL))
-    return out
+    folder = tmp_path_factory.mktemp("built")
+    config = options(write_dataset(folder, good_records(folder)), folder / "packed")
+    Builder(BuildConfig(**config), quiet()).build()
+    save_html(make_report(folder / "packed"), str(folder / "packed"))
+    return folder / "packed"
 
 
 @pytest.fixture
@@ -57,8 +70,7 @@ def test_a_build_is_pushed_whole_with_a_card_and_read_back(build, hub, tmp_path)
     assert out.strip() == f"{environment['HF_ENDPOINT']}/datasets/me/packed"
     files = server.repos["me/packed"]
     local = {str(path.relative_to(build)) for path in build.rglob("*") if path.is_file()}
-    source = {name for name in local if name.startswith("source/")}
-    assert files.keys() == local - source | {"README.md"}
+    assert files.keys() == local | {"README.md"}
     assert all(files[name] == (build / name).read_bytes() for name in files.keys() & local)
     # the manifest comes last
     assert server.commits[-1] == ("The build is complete", ["README.md", "manifest.json"])
@@ -66,16 +78,16 @@ def test_a_build_is_pushed_whole_with_a_card_and_read_back(build, hub, tmp_path)
     card = files["README.md"].decode()
     assert yaml.safe_load(card.split("---")[1]) == {"tags": ["isobatch"]}
     totals = json.loads((build / "manifest.json").read_text())["totals"]
-    assert f"| samples | {totals['num_packed']:,}, 0 rejected |" in card
-    assert f"| micro-batches | {totals['num_groups']:,} of at most 512 tokens" in card
+    assert f"| samples | {totals['num_packed']:,}, {totals['num_rejected']} rejected |" in card
+    assert f"| micro-batches | {totals['num_groups']:,} of at most " in card
     assert "hf download me/packed --repo-type dataset --local-dir packed" in card
     # as the card says
     download = "from huggingface_hub.cli.hf import main; main()"
-    options = ("--repo-type", "dataset", "--local-dir", tmp_path / "packed")
-    ended(command("download", "me/packed", *options, program=download, **environment))
-    assert not verify_build(str(tmp_path / "packed"), workers=1).problems
+    into = ("--repo-type", "dataset", "--local-dir", tmp_path / "packed")
+    ended(command("download", "me/packed", *into, program=download, **environment))
+    assert not verify_build(tmp_path / "packed", quiet(), workers=1).problems
     with StreamingLoader(tmp_path / "packed", workers=0) as loader:
-        assert sum(batch.num_samples for step in loader for batch in step) == 1_000
+        assert sum(batch.num_samples for step in loader for batch in step) == totals["num_packed"]
     # once more: nothing is sent, and nothing changes
     commits, uploads = len(server.commits), len(server.uploads)
     ended(command("push", build, "me/packed", **environment))
@@ -89,7 +101,7 @@ def test_a_killed_push_goes_on_and_sends_no_file_again(build, hub):
     server.before_upload = lambda: (
         before.acquire(blocking=False) or os.kill(process.pid, signal.SIGKILL)
     )
-    assert process.wait(timeout=120) == -signal.SIGKILL
+    assert process.wait(timeout=240) == -signal.SIGKILL
     assert "manifest.json" not in server.repos["me/packed"]
     server.before_upload = lambda: None
     ended(command("push", build, "me/packed", **environment))
