@@ -229,9 +229,8 @@ class Meter:
         if len(attention) == len(parts):
             columns.append(attention)
         # (loads, dp, rounds)
-        loads = np.stack(
-            [np.concatenate([np.concatenate(s, axis=-1) for s in c], axis=-1) for c in columns]
-        )
+        steps = [[step for part in column for step in part] for column in columns]
+        loads = np.stack([np.concatenate(column, axis=-1) for column in steps])
         complete = np.concatenate([part.complete.ravel() for part in parts])
         # (loads, rounds), both
         largest = loads.max(axis=1)

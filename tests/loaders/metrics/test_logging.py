@@ -81,16 +81,27 @@ def routes(builds):
 
 def expected_of(steps, cap):
     """Figures of steps, by all ranks' micro-batches: (steps, ranks, micro-batches)."""
-    rounds = [of for step in steps for of in zip(*step, strict=False)]
-    complete = [of for of in rounds if all(batch.num_samples for batch in of)] or rounds
+    rounds = [of for step in steps for of in rounds_of(step)]
+    complete = [of for of in rounds if all(map(num_samples, of))] or rounds
     loads = {
         "waiting_vision": lambda batch: len(batch.pixel_values),
         "waiting_llm": tokens_of,
         "waiting_attention": lambda batch: sum(length**2 for length in lengths_of(batch)),
     }
-    batches = [batch for of in rounds for batch in of if batch.num_samples]
+    batches = [batch for of in rounds for part in of for batch in part if batch.num_samples]
     figures = {name: waiting(complete, load) for name, load in loads.items()}
     return figures | {"fill": sum(map(tokens_of, batches)) / (len(batches) * cap)}
+
+
+def rounds_of(step):
+    """What ranks compute between two meetings: a micro-batch, or all where ranks have not as many."""
+    if len({len(rank) for rank in step}) > 1:
+        return [step]
+    return [[[batch] for batch in of] for of in zip(*step, strict=True)]
+
+
+def num_samples(batches):
+    return sum(batch.num_samples for batch in batches)
 
 
 def lengths_of(batch):
@@ -106,7 +117,7 @@ def tokens_of(batch):
 def waiting(rounds, load):
     shares = []
     for of in rounds:
-        loads = list(map(load, of))
+        loads = [sum(map(load, part)) for part in of]
         shares.append(sum(max(loads) - one for one in loads) / max(1, max(loads) * len(loads)))
     return float(np.mean(shares))
 
@@ -263,9 +274,11 @@ def test_a_tool_that_fails_ends_the_log_and_a_function_that_fails_the_run(builds
     monkeypatch.setattr("isobatch.loaders.metrics._TOOLS", tools)
     monkeypatch.setattr("isobatch.loaders.metrics.find_spec", lambda name: name)
     loader = StreamingLoader(builds[1], workers=0, log_to="tensorboard", log_every=1)
-    with pytest.warns(UserWarning, match="No space left on device; nothing more is logged") as told:
+    with pytest.warns(
+        UserWarning, match="No space left on device; nothing more is logged"
+    ) as lines:
         assert len(list(loader)) == len(loader)
-    assert len(told) == 1
+    assert len(lines) == 1
     loader = StreamingLoader(builds[1], workers=0, log_to=fail, log_every=1)
     with pytest.raises(OSError, match="No space"):
         list(loader)

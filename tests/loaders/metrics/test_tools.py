@@ -80,11 +80,11 @@ def test_wandb_offline(build, folder, monkeypatch):
 def test_wandb_run_of_the_users_own_goes_on(build, folder, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(mode="offline", dir=folder) as own:
+    with wandb.init(mode="offline", dir=folder) as active:
         with StreamingLoader(build, workers=0, log_to="wandb", log_every=2) as loader:
             for _ in loader:
                 wandb.log({"loss": 1.0})
-        assert wandb.run is own
+        assert wandb.run is active
         wandb.log({"loss": 2.0})
     wandb.teardown()  # its process has written all
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -193,8 +193,8 @@ def test_balanced_trainer_reports_where_its_trainer_does(build, folder):
         trainer.train(resume_from_checkpoint=options.get("max_steps", 6) > 6)
         return trainer
 
-    own = {"log_to": lambda figures, step: expected.append(figures), "log_every": 2}
-    train(StreamingLoader(build, micro_batches_per_step=2, **own))
+    logged = {"log_to": lambda figures, step: expected.append(figures), "log_every": 2}
+    train(StreamingLoader(build, micro_batches_per_step=2, **logged))
     resumed = train(max_steps=8)
     events = read_events(folder / "runs")
     for name in (name for name in NAMES if name != "epoch"):
