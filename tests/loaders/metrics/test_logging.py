@@ -94,7 +94,7 @@ def expected_of(steps, cap):
 
 
 def rounds_of(step):
-    """What ranks compute between two meetings: a micro-batch, or all where ranks have not as many."""
+    """What ranks compute between two meetings: a micro-batch, or a step of unequally many."""
     if len({len(rank) for rank in step}) > 1:
         return [step]
     return [[[batch] for batch in of] for of in zip(*step, strict=True)]
