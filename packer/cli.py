@@ -43,6 +43,7 @@ from isobatch.packer.inspect.html import write_group_html
 from isobatch.packer.inspect.terminal import group_title, print_group
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
+from isobatch.packer.push import push_build
 from isobatch.packer.report.build_summary import Rejection, count_rejected
 from isobatch.packer.report.comparison import LETTERS, compare
 from isobatch.packer.report.figures import make_report
@@ -371,6 +372,21 @@ def verify(
             f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
         )
         print_line(f"{packed}, as the manifest says")
+
+
+@app.command()
+def push(
+    out: BuildPlace,
+    repo: Annotated[str, typer.Argument(help="Name on the Hub: ORG/NAME.", metavar="NAME")],
+    private: Annotated[bool, typer.Option("--private", help="Only for you and your org.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a finished build to the Hugging Face Hub, with a dataset card.
+
+    Run it again to continue a push that was stopped.
+    """
+    address = push_build(out, repo, private=private)
+    print_line(json.dumps({"out": out, "url": address}) if as_json else address)
 
 
 @app.command()
