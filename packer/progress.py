@@ -12,6 +12,7 @@ from time import perf_counter, process_time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 
+from isobatch.common.consoles import foreign
 from isobatch.packer.format_text import counted, seconds_text
 
 LINE_S = 60.0
@@ -72,6 +73,10 @@ class StageProgress:
     """Of this process alone."""
     on_change: Callable[[RunningStage], None] | None = None
     """Called with the stage that runs, whenever it gets on."""
+
+    def note(self, text: str) -> None:
+        """Say something next to the progress."""
+        self.console.print(foreign(text), highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(

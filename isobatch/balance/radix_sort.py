@@ -6,10 +6,10 @@ number; this a pass per digit, and 4 bytes below 2^31 numbers. Pure.
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from isobatch.balance.kernels import kernel
 from isobatch.common.types import IntArray
 
 DIGIT_BITS = 11
@@ -26,7 +26,7 @@ def sort_by(keys: NDArray[np.unsignedinteger[Any]]) -> IntArray:
     return order
 
 
-@numba.njit(cache=True)
+@kernel
 def counting_sort(order, keys):  # type: ignore[no-untyped-def]
     """`order` sorted by one digit of its keys after the other, lowest first; overwrites `order`."""
     here, there = order, np.empty_like(order)

@@ -25,13 +25,12 @@ from itertools import product
 from operator import mul
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.isf import shuffle
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
-from isobatch.balance.kernels import inner
+from isobatch.balance.kernels import free_kernel, inner
 from isobatch.balance.radix_sort import sort_by
 from isobatch.balance.rng import GROUPS, random_bits
 from isobatch.common.types import Groups, IntArray, Limits, index_dtype
@@ -346,7 +345,7 @@ def run_pass(
     places, ends, slacks = (np.empty(num_samples, np.int32) for _ in range(3))
     order = np.arange(num_samples, dtype=np.int32)
     start = bits, tolerance, keep
-    num_groups, size, tolerance = _fill_groups(
+    num_groups, size, tolerance = fill_groups(
         pool, buckets, order, rules, (places, ends, slacks), start
     )
     places[size:] = np.flatnonzero(pool["next_left"][:-1] == np.arange(num_samples))
@@ -365,8 +364,8 @@ def _make_pool(packed: NDArray[np.uint64], score: NDArray[np.int32]) -> NDArray[
     return pool
 
 
-@numba.njit(cache=True, nogil=True)
-def _fill_groups(pool, buckets, order, rules, result, start):  # type: ignore[no-untyped-def]
+@free_kernel
+def fill_groups(pool, buckets, order, rules, result, start):  # type: ignore[no-untyped-def]
     """The kernel of `run_pass`; -> (number of groups, samples in them, tolerance)."""
     places, ends, slacks = result
     bits, tolerance, keep = start

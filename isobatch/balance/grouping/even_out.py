@@ -22,12 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.best_fit import group_best_fit
-from isobatch.balance.kernels import inner
+from isobatch.balance.kernels import free_kernel, inner
 from isobatch.balance.metrics import epoch_ms
 from isobatch.balance.rng import EVEN, random_bits, random_permutation
 from isobatch.common.types import Groups, IntArray, Limits
@@ -242,12 +241,12 @@ def divide_pairs(pairs: IntArray, bits: NDArray[np.uint64], state: EvenState) ->
         bounds=np.stack([state.scale, state.near, state.max_above]),
     )
     better = np.zeros(len(pairs), bool)
-    _divide_pairs(pairs, bits, state, work, better)
+    divide_each(pairs, bits, state, work, better)
     return better
 
 
-@numba.njit(cache=True, nogil=True)
-def _divide_pairs(pairs, bits, state, work, better):  # type: ignore[no-untyped-def]
+@free_kernel
+def divide_each(pairs, bits, state, work, better):  # type: ignore[no-untyped-def]
     """The kernel of `divide_pairs`."""
     members, starts, sizes = state.members, state.starts, state.sizes
     for pair in range(len(pairs)):
@@ -261,36 +260,41 @@ def _divide_pairs(pairs, bits, state, work, better):  # type: ignore[no-untyped-
                 work.loads[place, kind] = state.loads[work.samples[place], kind]
         for kind in range(3):
             work.loads[num, kind] = 0
-        sides = work.sides[0]
         if not _best_division(num, num_one, (one, other), state.above, bits[pair], work):
             continue
-        # whether both groups have places for their samples
+        # to the first group, unless there are no places
         grows = -num_one
         for place in range(num):
-            grows += not sides[place]
+            grows += not work.sides[0, place]
         room_one = starts[one + 1] - starts[one] - sizes[one]
         room_other = starts[other + 1] - starts[other] - sizes[other]
-        if grows > room_one or -grows > room_other:
-            continue
-        # move the samples to their sides
-        _shift_rest(members, starts[one] + num_one, sizes[one] - num_one, grows)
-        _shift_rest(members, starts[other] + num - num_one, sizes[other] - num + num_one, -grows)
-        sizes[one] += grows
-        sizes[other] -= grows
-        next_one, next_other = starts[one], starts[other]
-        for place in range(num):
-            if sides[place]:
-                members[next_other] = work.samples[place]
-                next_other += 1
-            else:
-                members[next_one] = work.samples[place]
-                next_one += 1
-            if sides[place] != (place >= num_one):
-                for kind in range(3):
-                    moved = work.loads[place, kind] if sides[place] else -work.loads[place, kind]
-                    state.above[one, kind] -= moved
-                    state.above[other, kind] += moved
-        better[pair] = True
+        if grows <= room_one and -grows <= room_other:
+            _shift_rest(members, starts[one] + num_one, sizes[one] - num_one, grows)
+            num_other = num - num_one
+            _shift_rest(members, starts[other] + num_other, sizes[other] - num_other, -grows)
+            sizes[one] += grows
+            sizes[other] -= grows
+            _move(num, num_one, one, other, state, work)
+            better[pair] = True
+
+
+@inner
+def _move(num, num_one, one, other, state, work):  # type: ignore[no-untyped-def]
+    """Put the movable samples on their sides, and their loads."""
+    next_one, next_other = state.starts[one], state.starts[other]
+    for place in range(num):
+        in_second = work.sides[0, place]
+        if in_second:
+            state.members[next_other] = work.samples[place]
+            next_other += 1
+        else:
+            state.members[next_one] = work.samples[place]
+            next_one += 1
+        if in_second != (place >= num_one):
+            for kind in range(3):
+                moved = work.loads[place, kind] if in_second else -work.loads[place, kind]
+                state.above[one, kind] -= moved
+                state.above[other, kind] += moved
 
 
 @inner
@@ -324,24 +328,17 @@ def _best_division(num, num_one, pair, above, bits, work):  # type: ignore[no-un
     sides, tried = work.sides[0], work.sides[1]
     for place in range(num):
         sides[place] = place >= num_one
-    min_cost = np.int64(1 << 62)
+    _begin(num, num_one, pair, above, sides, work)
+    min_cost = _cost(work.above, work.loads, work.bounds, num, num)
     better = False
-    for change in range(-1, CHANGES):  # first the cost as it is
+    for change in range(CHANGES):
         for place in range(num):
             tried[place] = sides[place]
-        for _ in range(0 if change <= 0 else 1 + change % 3):
+        for _ in range(0 if change == 0 else 1 + change % 3):
             bits = _next_bits(bits)
             changed = np.int64(bits % np.uint64(num))
             tried[changed] = not tried[changed]
-        for kind in range(3):
-            work.above[0, kind] = above[pair[0], kind]
-            work.above[1, kind] = above[pair[1], kind]
-        for place in range(num):
-            if tried[place] != (place >= num_one):
-                _change_side(work.above, work.loads, place, tried[place])
-        if change < 0:
-            min_cost = _cost(work.above, work.loads, work.bounds, num, num)
-            continue
+        _begin(num, num_one, pair, above, tried, work)
         cost = _descend(num, work.loads, tried, work.above, work.bounds)
         if cost < min_cost and not _breaks(work.above, work.bounds):
             min_cost = cost
@@ -351,6 +348,17 @@ def _best_division(num, num_one, pair, above, bits, work):  # type: ignore[no-un
         if min_cost <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
             break
     return better
+
+
+@inner
+def _begin(num, num_one, pair, above, sides, work):  # type: ignore[no-untyped-def]
+    """Set what both groups have above the mean in a division."""
+    for kind in range(3):
+        work.above[0, kind] = above[pair[0], kind]
+        work.above[1, kind] = above[pair[1], kind]
+    for place in range(num):
+        if sides[place] != (place >= num_one):
+            _change_side(work.above, work.loads, place, sides[place])
 
 
 @inner

@@ -17,11 +17,10 @@ Where the paper leaves a gap or its reference code loses samples, the rule here 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
-from isobatch.balance.kernels import inner
+from isobatch.balance.kernels import inner, kernel
 from isobatch.common.types import Groups, Limits, index_dtype
 
 DEFAULT_ITERATIONS = 10
@@ -81,7 +80,7 @@ def _filter_of(packing: PackedLoads) -> _Filter:
     return _Filter(*map(np.uint64, (packing.cap, packing.guard, near, reachable)))
 
 
-@numba.njit(cache=True)
+@kernel
 def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-def]
     """Run all iterations; sorts `samples` into the groups of the best pass; -> their offsets.
 
