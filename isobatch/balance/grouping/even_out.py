@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.best_fit import group_best_fit
-from isobatch.balance.kernels import free_kernel, inner
+from isobatch.balance.kernels import free_kernel, inlined, inner
 from isobatch.balance.metrics import epoch_ms
 from isobatch.balance.rng import EVEN, random_bits, random_permutation
 from isobatch.common.types import Groups, IntArray, Limits
@@ -399,7 +399,7 @@ def _change_side(above, loads, sample, to_second):  # type: ignore[no-untyped-de
         above[1, kind] += moved
 
 
-@inner
+@inlined
 def _cost(above, loads, bounds, to, back):  # type: ignore[no-untyped-def]
     """Cost of both groups after sample `to` has gone to the second, and `back` has come from it."""
     cost = np.int64(0)
@@ -410,7 +410,7 @@ def _cost(above, loads, bounds, to, back):  # type: ignore[no-untyped-def]
     return cost
 
 
-@inner
+@inlined
 def _cost_of(kind, above, bounds):  # type: ignore[no-untyped-def]
     """Squared distance to the mean of one load; more where it is costly, or over a cap."""
     units = min(max(above * bounds[0, kind] >> SCALE_BITS, -FAR), FAR)
