@@ -2,11 +2,11 @@
 
     python benchmarks/cold_start.py [--repeats 3] [--work FOLDER]
 
-`cold` is with an empty cache of kernels, as after an install, `warm` with a full one. Each figure is
-the least of `--repeats` runs in new processes: the clock (what waits for other work on the machine
-too), and CPU seconds of all processes. The first batch is that of a `StreamingLoader` of the demo's
-build, decoded, from its construction on, when torch is imported. torch, and streaming libraries
-where they are installed, are there to compare.
+`cold` is with an empty cache of kernels, as after an install, `warm` with a full one. Each figure
+is the least of `--repeats` runs in new processes: the clock (which other work on the machine slows
+down), and CPU seconds of all processes. The first batch is that of a `StreamingLoader` of the
+demo's build, decoded, from its construction on, when torch is imported. torch, and streaming
+libraries where they are installed, are there to compare.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ print(time.perf_counter() - begun, cpu() - used)
 
 Times = tuple[float, float]
 """Seconds by the clock, and of all processors."""
+Row = tuple[str, tuple[Times | None, float | None], tuple[Times, float | None]]
+"""What it is, cold times with their limit, and warm ones."""
 
 
 def main() -> None:
@@ -49,33 +51,39 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         rows = measure(Path(folder), arguments.repeats)
-    table = new_table("what", "cold s", "CPU", "warm s", "CPU", "limit cold", "limit warm")
-    for name, cold, warm, limits in rows:
-        cells = [f"{value:.2f}" for times in (cold, warm) for value in times or ()]
-        cells = cells if cold else ["", "", *cells]
-        table.add_row(name, *cells, *(f"{limit:g}" if limit else "" for limit in limits))
+    table = new_table(
+        "cold and warm starts, seconds",
+        ["what", "cold", "CPU", "limit", "warm", "CPU", "limit"],
+    )
+    for name, *both in rows:
+        pairs = [pair for times, limit in both for pair in cells(times, limit)]
+        table.add_row(name, *pairs)
     console.print(table)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     console.print(f"{os.cpu_count()} cores, load {load}; least of {arguments.repeats} runs")
 
 
-def measure(
-    folder: Path, repeats: int
-) -> list[tuple[str, Times | None, Times, tuple[float | None, float | None]]]:
-    """(what, cold, warm, limits of both) of each row."""
+def cells(times: Times | None, limit: float | None) -> list[str]:
+    """Both times, and the limit of the clock; empty ones for what is not measured."""
+    shown = [f"{value:.2f}" for value in times] if times else ["", ""]
+    return [*shown, f"{limit:g}" if limit else ""]
+
+
+def measure(folder: Path, repeats: int) -> list[Row]:
+    """All rows of the table."""
     packer = [sys.executable, "-m", "packer"]
     out, cache = folder / "out", folder / "cache"
     build = [*packer, "build", "--dataset", "demo", "--out", str(out)]
     both = []
     for clear in ((out, cache), (out,)):
         both.append(least([run(build, cache, clear) for _ in range(repeats)]))
-    rows = [("packer build --dataset demo", both[0], both[1], (5.0, 2.0))]
+    rows: list[Row] = [("packer build --dataset demo", (both[0], 5.0), (both[1], 2.0))]
     # a loader's kernels are others: a cache without them is full after its first run
     first = [sys.executable, "-c", FIRST_BATCH, str(out)]
     both = []
     for clear in ((cache,), ()):
         both.append(least([run(first, cache, clear, inside=True) for _ in range(repeats)]))
-    rows.append(("first batch of StreamingLoader", both[0], both[1], (None, 0.3)))
+    rows.append(("first batch of StreamingLoader", (both[0], None), (both[1], 0.3)))
     commands = {
         "packer --help": ([*packer, "--help"], 0.3),
         "packer --version": ([*packer, "--version"], 0.3),

@@ -33,9 +33,10 @@ def kernel(function: Callable[..., Any], **options: Any) -> Any:
 free_kernel = partial(kernel, nogil=True)
 """A kernel that lets other threads run."""
 
-inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_WITHOUT_DOOR: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner: Any = numba.njit(**_WITHOUT_DOOR)
 """A function that only kernels call: it is cached with them, and no door for Python is compiled."""
-inlined = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+inlined: Any = numba.njit(**_WITHOUT_DOOR, forceinline=True)
 """The same for innermost loops, where a call would be a third of the time."""
 
 

@@ -62,22 +62,17 @@ def test_what_is_compiled_ahead_is_all_that_grouping_needs(tmp_path: Path) -> No
         " limits = Limits(max_seq_len=400, max_vision=9, min_seq_len=400, min_vision=9);"
         " rng = np.random.default_rng(0);"
         " group_balanced(rng.integers(0, 8, 99), rng.integers(1, 99, 99), limits, seed=0);"
-        " missed = [k.stats.cache_misses for k in ahead.KERNELS]; assert not any(map(sum, (m.values()"
-        " for m in missed))), missed;"
+        " missed = [sum(k.stats.cache_misses.values()) for k in ahead.KERNELS];"
+        " assert missed == [0, 0], missed;"
     )
     run = grouped(ahead, NUMBA_CACHE_DIR=str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_the_process_that_compiles_ends_with_the_one_that_waits() -> None:
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            compile_ahead.PROGRAM.replace("compile_all()", "_end_with_parent()"),
-        ],
-        stdin=subprocess.PIPE,
-    ) as process:
+    program = compile_ahead.PROGRAM.replace("compile_all", "_end_with_parent")
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
         process.stdin.close()
         assert process.wait(60) == 1
 

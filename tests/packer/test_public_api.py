@@ -59,7 +59,7 @@ def test_heavy_libraries_are_loaded_only_when_needed(program, heavy):
 
 @pytest.mark.parametrize("call", ["--help", "--version", "no-such-command"])
 def test_help_the_version_and_wrong_calls_load_no_command(call):
-    heavy = ["numba", "numpy", "pyarrow", "polars", "torch", "pydantic", "isobatch.packer.cli"]
+    heavy = ["numba", "numpy", "pyarrow", "polars", "torch", "isobatch.packer.cli"]
     program = (
         f"import atexit, sys; sys.argv = ['packer', {call!r}];"
         f" atexit.register(lambda: print([name for name in {heavy} if name in sys.modules]));"

@@ -336,7 +336,7 @@ def run_pass(
     data: it falls with every group completed within it, else rises.
     """
     num_samples = len(packed)
-    by_rank = sort_by((score.max() - score).astype(np.uint32))
+    by_rank = sort_by((score.max() - score).astype(np.uint32)).astype(np.int32)
     pool = _make_pool(packed[by_rank], score[by_rank])
     # first rank whose score is not above those of each bucket
     num_buckets = (rules.cap_score >> rules.bucket_shift) + 1
