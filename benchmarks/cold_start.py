@@ -92,9 +92,8 @@ def measure(folder: Path, repeats: int) -> list[Row]:
     for peer in filter(find_spec, PEERS):
         commands[f"import {peer}"] = ([sys.executable, "-c", f"import {peer}"], None)
     for name, (command, limit) in commands.items():
-        rows.append(
-            (name, None, least([run(command, cache) for _ in range(repeats)]), (None, limit))
-        )
+        times = least([run(command, cache) for _ in range(repeats)])
+        rows.append((name, (None, None), (times, limit)))
     return rows
 
 

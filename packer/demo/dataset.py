@@ -50,7 +50,7 @@ DEMO_SAMPLES = 1000
 def write_demo(folder: Path, *, num_samples: int = DEMO_SAMPLES, seed: int = 0) -> None:
     """Write `annotations.json` and `images/` into `folder`.
 
-    1,000 samples are about 20 MB and 5 s of one core. Sample i depends on `seed` and i alone, so a
+    1,000 samples are about 20 MB and 3 s of one core. Sample i depends on `seed` and i alone, so a
     larger demo begins with the smaller one.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)

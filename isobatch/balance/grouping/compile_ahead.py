@@ -1,4 +1,4 @@
-"""Kernels of the default grouping, compiled in a process of their own while data is read.
+"""The default grouping's kernels, compiled by a process while data is read.
 
 On a machine where nobody has grouped yet, they take 3 to 4 s of a core. They go to numba's cache,
 from which the process that groups then loads them. Without a cache it compiles them itself.
