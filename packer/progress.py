@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 
-from isobatch.common.consoles import SafeConsole
+from isobatch.common.consoles import SafeConsole, foreign
 from isobatch.packer.format_text import counted, seconds_text
 
 LINE_S = 60.0
@@ -95,6 +95,10 @@ class StageProgress:
     """Of this process alone."""
     on_change: Callable[[RunningStage], None] | None = None
     """Called with the stage that runs, whenever it gets on."""
+
+    def note(self, text: str) -> None:
+        """Say something next to the progress."""
+        self.console.print(foreign(text), highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(

@@ -4,13 +4,18 @@ Every program here has the exit statuses of `EXIT_STATUSES`; docs/reference/comm
 and the log for machines.
 """
 
+import ast
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from itertools import pairwise
 from math import inf
@@ -84,6 +89,35 @@ def new_app(name: str, text: str) -> typer.Typer:
             print_line(context.get_help())
 
     return app
+
+
+def run_module(module: str) -> None:
+    """Run the call in `sys.argv` by `main` of a module that makes an `app`.
+
+    The module is loaded for its commands only. Help, the version, completion and wrong calls take
+    the list of commands, which is read from its source: functions after `@app.command()`.
+    """
+    source = cast(ModuleSpec, find_spec(module)).origin
+    body = ast.parse(Path(str(source)).read_text("utf-8")).body
+    calls = [node.value for node in body if isinstance(node, ast.Assign)]
+    front = next(node for node in calls if ast.unparse(node).startswith("new_app("))
+    name, text = map(ast.literal_eval, cast(ast.Call, front).args)
+    app = new_app(name, text)
+    commands = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(line) == "app.command()" for line in node.decorator_list)
+    ]
+    # typer gets the words from the shell that asks for completions
+    words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    word = (sys.argv[1:2] or words.split()[1:2] or [""])[0]
+    if word in {command.name for command in commands}:
+        import_module(module).main()
+        return
+    for command in commands:
+        app.command(command.name, help=ast.get_docstring(command))(lambda: None)
+    run_app(app, name)
 
 
 def with_options(kind: type, *names: str) -> Callable[[Command], Command]:
