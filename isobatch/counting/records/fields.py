@@ -145,6 +145,8 @@ def unread_texts(unread: Sequence[Unread]) -> tuple[str, str] | None:
     if not by_path:
         return None
     paths, values = zip(*reversed(by_path.items()), strict=True)
+    # a key may hold half of a surrogate pair, which no table takes
+    paths = [path.encode("utf-8", "backslashreplace").decode() for path in paths]
     return json.dumps(paths, ensure_ascii=False), json.dumps(values, ensure_ascii=False)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.common.errors import ConfigError
+from isobatch.common.visible_text import shown
 from isobatch.packer.sources.base import require_known
 from isobatch.packer.sources.columns import Columns
 from isobatch.packer.sources.trainers.sampling import Sampling
@@ -93,8 +94,12 @@ def _place(entry: Mapping[str, Any], path: Path, where: str) -> str:
     if on_hub := next((key for key in ("subset", "folder", "revision") if entry.get(key)), None):
         raise ConfigError(f"{where}: {on_hub} is for datasets on the Hub, and this one is a file")
     place = path.parent / str(entry["file_name"])
-    if not place.exists() or place.name == INFO_NAME:
-        raise ConfigError(f"{where}: no data file {place}")
+    try:
+        is_there = place.exists() and place.name != INFO_NAME
+    except (OSError, ValueError):  # a name that no file system takes
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"{where}: no data file {shown(str(place))}")
     split = entry.get("split") or "train"
     if split != "train" and not place.is_dir():
         raise ConfigError(f"{where}: a file has no split {str(split)[:40]!r}")
@@ -112,8 +117,9 @@ def _sampling(entry: Mapping[str, Any], where: str) -> Sampling | None:
 def _columns(entry: Mapping[str, Any], where: str) -> Columns:
     renames = entry.get("columns")
     tags = entry.get("tags")
-    _known(renames or {}, COLUMNS, f"{where}, columns")
-    _known(tags or {}, TAGS, f"{where}, tags")
+    for values, known, key in ((renames, COLUMNS, "columns"), (tags, TAGS, "tags")):
+        if values is not None:
+            _known(values, known, f"{where}, {key}")
     formatting = entry.get("formatting", "alpaca")
     is_ranking = bool(entry.get("ranking"))
     if formatting not in ("alpaca", "sharegpt", "openai"):
