@@ -268,6 +268,16 @@ def fuzz(target: Target, seconds: float, seed: int, keep: Path, log: Log) -> int
     return len(findings)
 
 
+def replay(path: Path, log: Log) -> bool:
+    """Run a file once, in a process of its own; -> whether it is a finding."""
+    target = TARGETS[path.name.partition("-")[0]]
+    with tempfile.TemporaryDirectory() as name:
+        answers, finding, _ = run_child(target, [path.read_bytes()], None, 1, Path(name))
+    kind, what, _ = ["finding", finding, 0.0] if finding else answers[0]
+    log(f"{path.name}: {kind}: {what}")
+    return kind == "finding"
+
+
 def minimise(target: Target, content: bytes, log: Log) -> bytes:
     """A smaller file with the same finding."""
     with tempfile.TemporaryDirectory() as name:
@@ -299,21 +309,20 @@ def main() -> int:
     """Run the command."""
     names = ", ".join(TARGETS)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("target", help=f"all, or one of {names}", choices=["all", *TARGETS])
+    parser.add_argument("target", nargs="?", default="all", help=f"all, or one of {names}")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, default=Path("fuzz-findings"))
     parser.add_argument("--log", type=Path)
-    parser.add_argument("--replay", type=Path, help="a case to run once, in this process")
+    parser.add_argument("--replay", type=Path, nargs="+", help="files TARGET-what, to run once")
     parser.add_argument("--minimise", type=Path, help="a finding to make smaller, in place")
     options = parser.parse_args()
     log = Log(options.log)
+    if options.target not in ("all", *TARGETS):
+        parser.error(f"{options.target} is none of {names}")
     if options.replay:
-        with tempfile.TemporaryDirectory() as folder:
-            content = options.replay.read_bytes()
-            print(*run_case(TARGETS[options.target], content, Path(folder, "case")))
-        return 0
+        return sum([replay(path, log) for path in options.replay])
     if options.minimise:
         smaller = minimise(TARGETS[options.target], options.minimise.read_bytes(), log)
         options.minimise.write_bytes(smaller)

@@ -126,7 +126,7 @@ def read_groups(table: pa.Table) -> Groups:
     sizes = table.column("num_samples").to_numpy()
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     if offsets[-1] != len(samples) or min(sizes, default=0) < 0:
-        raise DataError(f"{GROUPS_NAME}: damaged: its groups have other samples than it lists")
+        raise DataError(f"{GROUPS_NAME}: damaged: its groups list other samples; build again")
     return Groups(samples, offsets)
 
 

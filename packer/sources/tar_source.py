@@ -486,20 +486,22 @@ def _place_frames(
     suffixes = {_media(files[suffix], container): suffix for suffix in _ordered(kinds, "image")}
     by_name = {PurePosixPath(media.name).name: media for media in suffixes}
     by_name |= {suffix: media for media, suffix in suffixes.items()}
-    used: set[str] = set()
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [placed(entry) for entry in value]
-        if (frame := _find(value, by_name)) is None:
-            return value
-        used.add(suffixes[frame])
-        return frame
-
+    used: set[Media] = set()
     for key in ("video", "videos"):
         if isinstance(record.get(key), list):
-            record[key] = placed(record[key])
-    return used
+            record[key] = _with_frames(record[key], by_name, used)
+    return {suffixes[frame] for frame in used}
+
+
+# no function inside the one above: that would keep all contents until cycles are collected
+def _with_frames(value: Any, by_name: dict[str, Media], used: set[Media]) -> Any:
+    """A value with files in place of their names; adds them to `used`."""
+    if isinstance(value, list):
+        return [_with_frames(entry, by_name, used) for entry in value]
+    if (frame := _find(value, by_name)) is None:
+        return value
+    used.add(frame)
+    return frame
 
 
 def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], container: str) -> None:

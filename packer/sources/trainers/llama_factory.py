@@ -117,9 +117,8 @@ def _sampling(entry: Mapping[str, Any], where: str) -> Sampling | None:
 def _columns(entry: Mapping[str, Any], where: str) -> Columns:
     renames = entry.get("columns")
     tags = entry.get("tags")
-    for values, known, key in ((renames, COLUMNS, "columns"), (tags, TAGS, "tags")):
-        if values is not None:
-            _known(values, known, f"{where}, {key}")
+    _known(renames or {}, COLUMNS, f"{where}, columns")
+    _known(tags or {}, TAGS, f"{where}, tags")
     formatting = entry.get("formatting", "alpaca")
     is_ranking = bool(entry.get("ranking"))
     if formatting not in ("alpaca", "sharegpt", "openai"):
@@ -137,7 +136,8 @@ def _columns(entry: Mapping[str, Any], where: str) -> Columns:
         return Columns(
             names=(*_alpaca(columns, renames is None, is_ranking), *common), is_complete=True
         )
-    tag_values = dict(TAGS) if tags is None else {k: v for k, v in tags.items() if v is not None}
+    all_tags = TAGS if tags is None else tags or {}
+    tag_values = {key: value for key, value in all_tags.items() if value is not None}
     return Columns(
         names=(("messages", columns.get("messages", "conversations")), *common),
         is_complete=True,
