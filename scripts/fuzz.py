@@ -65,7 +65,7 @@ def run_case(target: Target, content: bytes, folder: Path) -> tuple[str, str]:
         lines = what.split("\n")
         if not lines[0].strip() or not all(line.isprintable() for line in lines):
             kind, what = "finding", f"a refusal that is not one line: {what!r:.300}"
-    except Exception as error:
+    except BaseException as error:  # a panic of Rust's is no Exception
         kind, what = "finding", _describe(error)
     if kind != "finding" and (grown := _memory("VmHWM") - before) > MOST_BYTES:
         kind, what = "finding", f"memory: {grown >> 20} MB, then {kind}: {what:.120}"
