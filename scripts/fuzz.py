@@ -29,10 +29,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from isobatch.common.errors import IsobatchError  # noqa: E402
 from support.damaged.mutate import mutate  # noqa: E402
 from support.damaged.targets import TARGETS, Target  # noqa: E402
-
-from isobatch.common.errors import IsobatchError  # noqa: E402
 
 MOST_CPU_S, MOST_WALL_S = 10.0, 120.0
 """Time of one case: of the processor, because a machine has other work; and at all."""
@@ -74,7 +73,9 @@ def run_case(target: Target, content: bytes, folder: Path) -> tuple[str, str]:
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if str(ROOT) in frame.filename and "tests" not in frame.filename]
+    ours = [
+        frame for frame in frames if str(ROOT) in frame.filename and "tests" not in frame.filename
+    ]
     frame = (ours or frames)[-1]
     name = Path(frame.filename).name
     return f"{type(error).__name__} at {name}:{frame.name}:{frame.lineno}: {str(error)[:200]!r}"

@@ -173,7 +173,9 @@ class RecordChunk:
 
 
 def cut(
-    records: Iterator[RawRecord], num_records: int, size_of: Callable[[RawRecord], int] | None = None
+    records: Iterator[RawRecord],
+    num_records: int,
+    size_of: Callable[[RawRecord], int] | None = None,
 ) -> Iterator[RecordChunk]:
     """Records in chunks of `num_records`, the last one shorter.
 

@@ -2,8 +2,8 @@
 
 The webdataset library's rule: the key is a member's path up to the first dot of its last part, and
 neighbours with one key belong together. Only headers, `.json` and texts are read; images and audio
-files stay where they are, as byte ranges. Compressed tars have no such ranges: webdataset reads
-them, and the files' contents come with the records.
+files stay where they are, as byte ranges. Compressed tars have no such ranges, so
+the files' contents come with the records.
 
 In a sample, `.json` is the record, `.txt` and `.caption` its caption. A JSON may name
 its images by their members' names, or by paths from before they were put into the tar.

@@ -91,9 +91,7 @@ def _sound(form: str = "WAV", subtype: str | None = None) -> bytes:
 @cache
 def _settings() -> CountSettings:
     video = load_model("internvl3")
-    model = replace(
-        load_model("tiny_audio"), video=video.video, video_markup=video.video_markup
-    )
+    model = replace(load_model("tiny_audio"), video=video.video, video_markup=video.video_markup)
     return CountSettings(model=model, tokenizer=str(demo_tokenizer_path()))
 
 
@@ -197,10 +195,26 @@ RECORDS = [
     {"image": "data:image/png;base64,iVBORw0KGgo=", "text": "x"},
 ]
 RECORD_TOKENS = (
-    *(b"<image>", b"<video>", b"<audio>", b"<image_01>", b"<bbox>", b"<ref-object>", b"../../a.jpg"),
+    *(
+        b"<image>",
+        b"<video>",
+        b"<audio>",
+        b"<image_01>",
+        b"<bbox>",
+        b"<ref-object>",
+        b"../../a.jpg",
+    ),
     *(b'"/etc/passwd"', b"file:///a.jpg", b"https://x.test/a.jpg", b"null", b"NaN", b"1e999"),
     *(b'"role"', b'"content"', b'"from"', b'"value"', b'"messages"', b'"images"', b"\\ud800"),
-    *(b"<|im_start|>", b"<IMG_CONTEXT>", b"\\u0000", b"data:image/png;base64,", b"}\n{", b"[", b"]"),
+    *(
+        b"<|im_start|>",
+        b"<IMG_CONTEXT>",
+        b"\\u0000",
+        b"data:image/png;base64,",
+        b"}\n{",
+        b"[",
+        b"]",
+    ),
 )
 
 
@@ -291,7 +305,9 @@ def _stream_seeds() -> list[bytes]:
 
 def _saved_dataset(content: bytes, folder: Path) -> str:
     (folder / "data-00000-of-00001.arrow").write_bytes(content)
-    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (folder / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}'
+    )
     (folder / "dataset_info.json").write_text("{}")
     return count_place(folder)
 
@@ -454,9 +470,7 @@ def _video(content: bytes, folder: Path) -> str:
         read_video_header(io.BytesIO(content), "x", decode=True)
     facts = VideoFacts(64, 48, 4, 30.0)
     if header is not None:
-        facts = VideoFacts(
-            header.width, header.height, header.num_frames, header.frames_per_second
-        )
+        facts = VideoFacts(header.width, header.height, header.num_frames, header.frames_per_second)
     wanted = sorted({0, facts.num_frames // 2, facts.num_frames - 1})
     try:
         said.append(str(sum(1 for _ in decode_frames(content, facts, wanted))))
@@ -555,7 +569,9 @@ def _seal_manifest(content: bytes) -> bytes:
 
 def _manifest(content: bytes, folder: Path) -> None:
     text = content[:2000].decode("latin-1") + content[-2000:].decode("latin-1")
-    form = next((k for k, name in enumerate(("arrow", "webdataset", "refs")) if f'"{name}"' in text), 0)
+    form = next(
+        (k for k, name in enumerate(("arrow", "webdataset", "refs")) if f'"{name}"' in text), 0
+    )
     use_build(_copied(_builds()[form], folder, "manifest.json", content))
 
 
@@ -688,13 +704,45 @@ TEMPLATES = (
 TEMPLATE_TOKENS = (
     *(b"{{", b"}}", b"{%", b"%}", b"{% for i in range(10**9) %}", b"{% endfor %}", b"{% if ", b"~"),
     *(b"10**9", b"'x' * 10**9", b"[[0] * 1000] * 1000", b"|join('x' * 1000)", b"|tojson", b"|list"),
-    *(b"|string", b"|length", b"|sort", b"|unique|list", b"|groupby('a')", b"|batch(2)", b"|map('upper')"),
+    *(
+        b"|string",
+        b"|length",
+        b"|sort",
+        b"|unique|list",
+        b"|groupby('a')",
+        b"|batch(2)",
+        b"|map('upper')",
+    ),
     *(b"{% set a = [a, a, a, a] %}", b"{{ a }}", b"|pprint", b"|format(1)", b"'%1000000000d' % 1"),
-    *(b"''.__class__.__mro__", b".__globals__", b"|attr('__class__')", b"namespace(a=1)", b"cycler(1)"),
-    *(b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", b"messages", b"loop", b"raise_exception('x')"),
-    *(b"strftime_now('%Y')", b"lipsum(n=10**6)", b"dict(a=1)", b"joiner()", b"|truncate(9)", b"|indent"),
+    *(
+        b"''.__class__.__mro__",
+        b".__globals__",
+        b"|attr('__class__')",
+        b"namespace(a=1)",
+        b"cycler(1)",
+    ),
+    *(
+        b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        b"messages",
+        b"loop",
+        b"raise_exception('x')",
+    ),
+    *(
+        b"strftime_now('%Y')",
+        b"lipsum(n=10**6)",
+        b"dict(a=1)",
+        b"joiner()",
+        b"|truncate(9)",
+        b"|indent",
+    ),
     *(b"{% filter upper %}", b"{% endfilter %}", b"{% call f() %}", b"|urlize", b"|wordwrap(1)"),
-    *(b"{% include '/etc/passwd' %}", b"{% import 'os' as os %}", b"|int", b"|round(10**9)", b"|xmlattr"),
+    *(
+        b"{% include '/etc/passwd' %}",
+        b"{% import 'os' as os %}",
+        b"|int",
+        b"|round(10**9)",
+        b"|xmlattr",
+    ),
 )
 
 
