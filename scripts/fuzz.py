@@ -98,7 +98,7 @@ def shape_of(kind: str, what: str) -> str:
 # --- child processes ---
 
 
-def _child(target, seeds, rng, count, folder, board, novel):
+def _child(target, seeds, rng, count, folder, board, novel):  # noqa: PLR0913, PLR0917
     """Run `count` mutated cases. The board has the case's number and the child's CPU time then."""
     os.setpgid(0, 0)
     null = os.open(os.devnull, os.O_RDWR)
@@ -205,13 +205,14 @@ class Log:
         self._file = path.open("a") if path else None
 
     def __call__(self, text: str) -> None:
+        """Write a line, with the time."""
         line = f"{time.strftime('%H:%M:%S')} {text}"
         print(line, flush=True)
         if self._file:
             print(line, file=self._file, flush=True)
 
 
-def fuzz(target: Target, seconds: float, seed: int, keep: Path, log: Log) -> int:
+def fuzz(target: Target, seconds: float, seed: int, keep: Path, log: Log) -> int:  # noqa: C901
     """Run a target; -> number of kinds of findings."""
     rng = random.Random(f"{target.name} {seed}")
     seeds = list(target.seeds())
@@ -249,7 +250,7 @@ def fuzz(target: Target, seconds: float, seed: int, keep: Path, log: Log) -> int
         answers, finding, content = run_child(target, pool, child, CASES_PER_CHILD, novel)
         if finding:
             take(finding, content)
-        for kind, what, took in answers:
+        for kind, _, took in answers:
             slowest = max(slowest, took)
             if kind != "finding":
                 counts[kind] += 1

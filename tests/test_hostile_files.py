@@ -63,11 +63,11 @@ def test_what_fuzzing_found_is_refused_or_taken():
 
 
 def test_what_unpacks_to_gigabytes_takes_bounded_memory(tmp_path):
-    """20 x 60 MB, a file of 600 MB, JSON that never closes, from a few MB."""
-    (tmp_path / "tar-many").write_bytes(tar_of_zeros([60 * MB] * 20))
+    """30 x 40 MB, a file of 600 MB, JSON that never closes, from a few MB."""
+    (tmp_path / "tar-many").write_bytes(tar_of_zeros([40 * MB] * 30))
     (tmp_path / "tar-large").write_bytes(tar_of_zeros([600 * MB]))
     for name, start in (("open", b"["), ("text", b'{"text": "')):
-        content = start + b"[" * (300 * MB) if name == "open" else start + b"a" * (300 * MB)
+        content = start + b"[" * (100 * MB) if name == "open" else start + b"a" * (100 * MB)
         (tmp_path / f"records-{name}").write_bytes(gzip.compress(content, 1))
     result = replay(sorted(tmp_path.iterdir()))
     assert result.returncode == 0, result.stdout + result.stderr

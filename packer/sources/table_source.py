@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from isobatch.common.errors import first_line
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
     CHUNK_BYTES,
@@ -77,7 +78,8 @@ class _ArrowTable:
         self.columns: list[str] = table.column_names
 
     def blocks(self, columns: Sequence[str]) -> list[Block]:
-        return [(len(batch), batch.nbytes) for batch in self._batches]
+        # `nbytes` follows offsets, which nobody has checked yet
+        return [(len(batch), batch.get_total_buffer_size()) for batch in self._batches]
 
     def batches(self, blocks: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         return (_checked(self._batches[block].select(list(columns))) for block in blocks)
@@ -124,7 +126,11 @@ def _open_table(folder: Folder, name: str) -> Iterator[_ParquetTable | _ArrowTab
         if file.read() != END_MARK:
             raise pa.ArrowInvalid("it ends without the end mark of an Arrow stream")
         datasets = import_datasets(f"{name}, written by `datasets`,")
-        yield _ArrowTable(datasets.Dataset.from_file(join(folder.uri, name)).data.table)
+        try:
+            table = datasets.Dataset.from_file(join(folder.uri, name)).data.table
+        except ValueError as error:  # its metadata describe other columns than it has
+            raise pa.ArrowInvalid(first_line(error)) from None
+        yield _ArrowTable(table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -765,7 +765,8 @@ def _model_seeds() -> list[bytes]:
     if not top.exists():
         work = CACHE / f"models-{os.getpid()}"
         code = (
-            "from pathlib import Path\nfrom support.models.saved_folders import FAMILIES, save_folder\n"
+            "from pathlib import Path\n"
+            "from support.models.saved_folders import FAMILIES, save_folder\n"
             f"for name in FAMILIES: save_folder(name, Path({str(work)!r}) / name)\n"
         )
         _in_another_process(code)
