@@ -94,7 +94,7 @@ def read_compressed(file: IO[bytes]) -> Iterator[Member]:
             content = archive.extractfile(info)
             data = content.read() if content else b""
             yield Member(info.name, 0, 0, len(data), True, data)
-            archive.members.clear()
+            archive.members.clear()  # type: ignore[attr-defined]
         while unpacked.read(1 << 20):
             pass  # up to the checksum: tarfile takes damage in the middle for the end
     except (tarfile.TarError, zlib.error, EOFError, OSError, OverflowError) as error:
