@@ -26,7 +26,7 @@ _REFUSALS = {
 }
 """Key of a state -> why one with another value is refused."""
 
-_EARLIER_ORDERS = {("random", "alike"), ("random", "mixed"), ("windows", "windows by source")}
+_EARLIER_ORDERS = ("random", "alike"), ("random", "mixed"), ("windows", "windows by source")
 """Names of orders in states of earlier versions, and of what they are now."""
 _NUMBERS = ("consumed", "given", "passed", "step", "began", "length", "ranks")
 _LISTS = ("spare", "carried", "owners", "taken")

@@ -217,7 +217,8 @@ def lengths(rng, folder, own):
     return lambda: group_files([path], out, options, StageProgress(), vision_unit="image_patches")
 
 
-def _use_build(place):
+def use_build(place):
+    """Report, inspect, verify and load a build."""
     make_report(place)
     inspect_group(place, 0)
     require_intact(verify_build(place, StageProgress(), workers=1))
@@ -238,7 +239,7 @@ def manifest(rng, folder, own):
         values["content_hash"] = hash_json({k: v for k, v in values.items() if k != "content_hash"})
         content = json.dumps(values).encode()
     _write(path, content)
-    return lambda: _use_build(str(folder))
+    return lambda: use_build(str(folder))
 
 
 def tables(rng, folder, own):
@@ -248,7 +249,7 @@ def tables(rng, folder, own):
     content = damaged_bytes(path.read_bytes(), rng)
     path.unlink()
     _write(path, content)
-    return lambda: _use_build(str(folder))
+    return lambda: use_build(str(folder))
 
 
 def _link(source, target):
