@@ -293,13 +293,13 @@ class LoaderConfig:
         return dist.get_process_group_ranks(self.process_group)
 
     def is_first(self) -> bool:
-        """Whether this is the first process of all that train together, which logs."""
+        """Whether this is the first process of all that train, which logs.
+
+        That of the whole job: a group of data-parallel ranks does not know of the others beside it.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return self.ranks()[0] == 0
-        ranks = dist.get_process_group_ranks(self.process_group)
-        if self.device_mesh is not None:
-            ranks = self.device_mesh.mesh.flatten().tolist()
-        return dist.get_rank() == min(ranks)
+        return dist.get_rank() == 0
 
     def shared(self) -> dict[str, str]:
         """What all `peers` must have been given, by option."""

@@ -325,7 +325,12 @@ def report(
             "--gpus, --price and --mfu are for a prediction: add --gpu, as --gpu h100"
         )
     ranks = dp or gpus or 8
-    question = gpu and GpuQuestion(gpu=gpu, num_gpus=gpus or ranks, price=price, mfu=mfu or MFU)
+    question = gpu and GpuQuestion(
+        gpu=gpu,
+        num_gpus=ranks if gpus is None else gpus,
+        price=price,
+        mfu=MFU if mfu is None else mfu,
+    )
     _report(outs, ranks, question or None, as_json=as_json, html=html)
 
 

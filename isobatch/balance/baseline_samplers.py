@@ -16,6 +16,7 @@ batch_size, drawn at random) are left out, as trainers' `drop_last` does. When t
 step of samples, all are kept and -1 fills the step.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 import numpy as np
@@ -100,6 +101,36 @@ def packed_batches(lengths: IntArray, cap: int, seed: int) -> Groups:
         before = int(ends[start - 1]) if start else 0
         offsets.append(max(start + 1, int(np.searchsorted(ends, before + cap, side="right"))))
     return Groups(order, np.array(offsets, np.int64))
+
+
+def best_fit_batches(lengths: IntArray, cap: int, seed: int, block: int = 1_000) -> Groups:
+    """Groups as trainers pack that look for room: best-fit decreasing in blocks of a permutation.
+
+    By length alone. The groups are shuffled. A sample above the cap is alone.
+
+    >>> sorted(best_fit_batches(np.array([4, 2, 5, 1, 9]), 6, seed=0).sizes.tolist())
+    [1, 2, 2]
+    """
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(lengths)).astype(np.int64)
+    groups: list[list[int]] = []
+    for first in range(0, len(order), block):
+        rows = order[first : first + block]
+        free: list[tuple[int, int]] = []
+        for row in rows[np.argsort(-lengths[rows], kind="stable")].tolist():
+            length = int(lengths[row])
+            place = bisect_left(free, (length, -1))
+            if place == len(free):
+                insort(free, (cap - length, len(groups)))
+                groups.append([row])
+            else:
+                room, group = free.pop(place)
+                insort(free, (room - length, group))
+                groups[group].append(row)
+    turns = rng.permutation(len(groups)).tolist()
+    sizes = [len(groups[group]) for group in turns]
+    samples = [row for group in turns for row in groups[group]]
+    return Groups(np.array(samples, np.int64), np.cumsum([0, *sizes], dtype=np.int64))
 
 
 def as_groups(batches: IntArray) -> Groups:

@@ -52,6 +52,10 @@ def compare(reports: Iterable[Report]) -> FigureTable:
 def _hours(predicted: list[GpuHours]) -> dict[str, list[str]]:
     rows = {
         "GPU hours": [amount_text(hours.methods["ours"].gpu_hours) for hours in predicted],
+        "GPU hours of a thousand samples": [
+            amount_text(hours.methods["ours"].gpu_hours * 1_000 / max(1, hours.num_packed))
+            for hours in predicted
+        ],
         "GPU hours saved": [amount_text(hours.saved_hours) for hours in predicted],
         "saved against": [hours.baseline for hours in predicted],
     }

@@ -108,11 +108,12 @@ def saving_text(hours: GpuHours) -> str:
     money = "" if price is None else f", worth {amount_text(saved * price)}"
     verb = "Isobatch saves" if hours.saved_hours >= 0 else "Isobatch takes"
     more = "" if hours.saved_hours >= 0 else " more"
+    few = "" if hours.num_steps else "; ranks are idle: the build has fewer groups than ranks"
     return (
         f"predicted: {verb} {amount_text(saved)} GPU hours{more} in an epoch"
         f" ({share_text(abs(hours.saved_share))}){money}, against {other}, the fastest of the"
         f" others; {hours.model} on {counted(hours.question.num_gpus, 'GPUs')}"
-        f" ({hours.description.partition(',')[0]})"
+        f" ({hours.description.partition(',')[0]}){few}"
     )
 
 
@@ -132,10 +133,10 @@ def amount_text(amount: float) -> str:
     """Hours or money with three digits, or all of a whole number.
 
     >>> amount_text(0.01234), amount_text(12.34), amount_text(12345.6), amount_text(1e-9)
-    ('0.0123', '12.3', '12,346', '< 0.001')
+    ('0.0123', '12.3', '12,346', '< 0.00001')
     """
-    if 0 < abs(amount) < 0.001:
-        return "< 0.001"
+    if 0 < abs(amount) < 0.00001:
+        return "< 0.00001"
     return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
 
 

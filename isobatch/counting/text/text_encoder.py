@@ -109,15 +109,14 @@ class ProvenEncoder:
         drawn = random.Random(0).sample(range(num_ids), min(_NUM_PROBED, num_ids))
         added = [token.content for token in self._backend.get_added_tokens_decoder().values()]
         words = [self._backend.decode([index]) for index in drawn]
+        of_words = chain(words, (first + second for first, second in pairwise(words)))
         texts = [
             *self._in_contexts(self._right),
             *map("".join, product(_KINDS, repeat=3)),
-            *words,
-            *(first + second for first, second in pairwise(words)),
-            *(text.format(token) for token in added for text in _CONTEXTS),
+            *filter(str.isascii, of_words),
+            *self._in_contexts(added),
         ]
-        texts = [text for text in texts if text.isascii()]
-        return all(self._compare(texts))
+        return all(self._compare([unicodedata.normalize("NFC", text) for text in texts]))
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded | None]:
         """The ids and token spans of each text, None for one that is not proven.
@@ -131,9 +130,10 @@ class ProvenEncoder:
             sure, self._encode(chosen, [spans[number] for number in sure]), strict=True
         ):
             results[number] = result
-        if not all(self._compare(chosen[:1])):
+        compared = chosen[self._remembered % max(1, len(chosen)) :][:1]
+        if not all(self._compare(compared)):
             raise ConfigError(
-                f"gigatoken gives other ids than tokenizers for {chosen[0][:200]!r}:"
+                f"gigatoken gives other ids than tokenizers for {compared[0][:200]!r}:"
                 " uninstall gigatoken, and build again"
             )
         return results

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from isobatch.balance.baseline_samplers import BASELINES, packed_batches
+from isobatch.balance.baseline_samplers import BASELINES, best_fit_batches, packed_batches
 from isobatch.balance.grouping.caps import GroupOptions
 from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.errors import ConfigError
 from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from isobatch.packer.group import group_counts
-from isobatch.packer.report.gpu_hours import GpuQuestion, PackedEpoch, predict_hours
+from isobatch.packer.report.gpu_hours import ACCUMULATED, GpuQuestion, PackedEpoch, predict_hours
 from isobatch.packer.report.terminal import print_hours
 from support import ROOT
 from support.builds.report_data import make_counts
@@ -37,7 +37,7 @@ def packed_epoch(num_samples, dp, num_packed=None, seed=0):
     )
 
 
-def plain_hours(epoch, batches, *, padded, flops_per_s):
+def plain_hours(epoch, batches, *, padded, flops_per_s, per_step=1):
     """GPU hours, waiting and padding of batches in order, written out."""
     preset = load_model(MODEL)
     vit, llm = preset.dimensions
@@ -62,9 +62,10 @@ def plain_hours(epoch, batches, *, padded, flops_per_s):
         flops(batch, max(seq_len[s] for s in batch) * len(batch)) if padded else done
         for batch, done in zip(batches, real, strict=True)
     ]
-    whole = len(batches) // epoch.dp * epoch.dp
-    steps = [spent[start : start + epoch.dp] for start in range(0, whole, epoch.dp)]
-    paid = sum(max(step) for step in steps) * epoch.dp
+    width = epoch.dp * per_step
+    whole = len(batches) // width * width or len(batches)
+    steps = [spent[start : min(start + width, whole)] for start in range(0, whole, width)]
+    paid = sum(max(sum(step[r :: epoch.dp]) for r in range(epoch.dp)) for step in steps) * epoch.dp
     scale = sum(flops([s], seq_len[s]) for s in range(len(seq_len))) / sum(real[:whole])
     return (
         paid * scale / flops_per_s / 3600,
@@ -93,10 +94,23 @@ def test_hours_equal_the_definition_for_every_method(dp):
             for number in (4, size)
         ]
         expected[name] = min(tried)
-    packed = packed_batches(seq_len, epoch.limits.max_seq_len, 0)
-    for name, groups in (("packed", packed), ("ours", epoch.groups)):
-        batches = [groups[i].tolist() for i in range(len(groups))]
-        expected[name] = plain_hours(epoch, batches, padded=False, flops_per_s=flops_per_s)
+    long_steps = {}
+    cap = epoch.limits.max_seq_len
+    for name, ways in {
+        "packed": [packed_batches(seq_len, cap, 0), best_fit_batches(seq_len, cap, 0)],
+        "ours": [epoch.groups],
+    }.items():
+        of_ways = [[way[i].tolist() for i in range(len(way))] for way in ways]
+        common = {"padded": False, "flops_per_s": flops_per_s}
+        expected[name] = min(plain_hours(epoch, batches, **common) for batches in of_ways)
+        long_steps[name] = [
+            plain_hours(epoch, batches, **common, per_step=ACCUMULATED)[0] for batches in of_ways
+        ]
+    assert hours.methods["ours"].accumulated_hours == pytest.approx(long_steps["ours"][0])
+    least = min(
+        *long_steps["packed"], *(hours.methods[name].accumulated_hours for name in BASELINES)
+    )
+    assert f"the saving is {1 - long_steps['ours'][0] / least:.1%}" in hours.assumptions[3]
     assert list(hours.methods) == [*BASELINES, "packed", "ours"]
     for name, values in expected.items():
         method = hours.methods[name]
@@ -131,7 +145,7 @@ def test_a_build_that_takes_longer_is_said_to_take_longer():
     hours = predict_hours(question, load_model(MODEL), alone)
     assert hours.saved_hours < 0
     said = printed(hours)
-    assert re.search(r"takes (< )?[\d.]+ GPU hours more .*against length-group, the", said)
+    assert re.search(r"takes (< )?[\d.]+ GPU hours more .*against packed, the", said)
     assert "saves" not in said
 
 
@@ -167,6 +181,30 @@ def test_trainers_packing_keeps_the_order_drawn_and_cuts_only_where_it_must():
         following = [int(lengths[batch[0]]) for batch in batches[1:]]
         assert all(a + b > cap for a, b in zip(sums[:-1], following, strict=True))
     assert len(packed_batches(np.array([], np.int64), 5, seed=0)) == 0
+
+
+def test_best_fit_puts_each_sample_where_the_least_room_remains():
+    rng = np.random.default_rng(2)
+    for cap, block in ((1, 40), (30, 7), (60, 500)):
+        lengths = rng.integers(1, 40, 200)
+        groups = best_fit_batches(lengths, cap, seed=4, block=block)
+        assert sorted(groups.samples.tolist()) == list(range(200))
+        found = sorted(sorted(groups[i].tolist()) for i in range(len(groups)))
+        order = np.random.default_rng(4).permutation(200)
+        expected = []
+        for start in range(0, 200, block):
+            rows = order[start : start + block]
+            bins = []
+            for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):
+                fitting = [b for b in bins if sum(lengths[b]) + lengths[row] <= cap]
+                if fitting:
+                    max(fitting, key=lambda b: sum(lengths[b])).append(row)
+                else:
+                    bins.append([row])
+            expected += bins
+        sums = sorted(int(lengths[batch].sum()) for batch in found)
+        assert sums == sorted(int(lengths[batch].sum()) for batch in expected)
+    assert len(best_fit_batches(np.array([], np.int64), 5, seed=0)) == 0
 
 
 def printed(hours, width=200):
