@@ -340,15 +340,16 @@ def run_pass(
     pool = np.empty(num_samples + 1, SAMPLE)
     places, ends, slacks, order = (np.empty(num_samples, np.int32) for _ in range(4))
     buckets = np.empty((rules.cap_score >> rules.bucket_shift) + 1, np.int32)
-    loads, result = (packed, score, by_rank), (places, ends, slacks)
-    start = bits, tolerance, keep
-    num_groups, tolerance = fill_groups(loads, pool, buckets, order, rules, result, start)
+    loads, space = (packed, score, by_rank), (pool, buckets, order)
+    result, start = (places, ends, slacks), (bits, tolerance, keep)
+    num_groups, tolerance = fill_groups(loads, space, rules, result, start)
     return places, ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
 
 
 @free_kernel
-def fill_groups(loads, pool, buckets, order, rules, result, start):  # type: ignore[no-untyped-def]
+def fill_groups(loads, space, rules, result, start):  # type: ignore[no-untyped-def]
     """The kernel of `run_pass`; -> (number of groups, tolerance)."""
+    pool, buckets, order = space
     places, ends, slacks = result
     bits, tolerance, keep = start
     by_rank = loads[2]
