@@ -336,39 +336,25 @@ def run_pass(
     data: it falls with every group completed within it, else rises.
     """
     num_samples = len(packed)
-    by_rank = sort_by((score.max() - score).astype(np.uint32)).astype(np.int32)
-    pool = _make_pool(packed[by_rank], score[by_rank])
-    # first rank whose score is not above those of each bucket
-    num_buckets = (rules.cap_score >> rules.bucket_shift) + 1
-    counts = np.bincount(score >> rules.bucket_shift, minlength=num_buckets)
-    buckets = (num_samples - np.cumsum(counts)).astype(np.int32)
-    places, ends, slacks = (np.empty(num_samples, np.int32) for _ in range(3))
-    order = np.arange(num_samples, dtype=np.int32)
-    start = bits, tolerance, keep
-    num_groups, size, tolerance = fill_groups(
-        pool, buckets, order, rules, (places, ends, slacks), start
-    )
-    places[size:] = np.flatnonzero(pool["next_left"][:-1] == np.arange(num_samples))
-    return by_rank[places], ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
-
-
-def _make_pool(packed: NDArray[np.uint64], score: NDArray[np.int32]) -> NDArray[np.void]:
-    """The samples by rank, all left, and a last record that is never gone: every search ends."""
-    num_samples = len(packed)
-    ends = np.append(np.flatnonzero(packed[1:] != packed[:-1]) + 1, num_samples)
-    pool = np.zeros(num_samples + 1, SAMPLE)
-    pool["next_left"] = np.arange(num_samples + 1)
-    pool["packed"][:-1] = packed
-    pool["score"][:-1] = score
-    pool["after"][:-1] = np.repeat(ends, np.diff(ends, prepend=0))
-    return pool
+    by_rank = sort_by((score.max() - score).astype(np.uint32))
+    pool = np.empty(num_samples + 1, SAMPLE)
+    places, ends, slacks, order = (np.empty(num_samples, np.int32) for _ in range(4))
+    buckets = np.empty((rules.cap_score >> rules.bucket_shift) + 1, np.int32)
+    loads, space = (packed, score, by_rank), (pool, buckets, order)
+    result, start = (places, ends, slacks), (bits, tolerance, keep)
+    num_groups, tolerance = fill_groups(loads, space, rules, result, start)
+    return places, ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
 
 
 @free_kernel
-def fill_groups(pool, buckets, order, rules, result, start):  # type: ignore[no-untyped-def]
-    """The kernel of `run_pass`; -> (number of groups, samples in them, tolerance)."""
+def fill_groups(loads, space, rules, result, start):  # type: ignore[no-untyped-def]
+    """The kernel of `run_pass`; -> (number of groups, tolerance)."""
+    pool, buckets, order = space
     places, ends, slacks = result
     bits, tolerance, keep = start
+    by_rank = loads[2]
+    _fill_pool(loads, pool, order)
+    _fill_buckets(pool, buckets, rules)
     shuffle(order, bits)
     num_groups, size, head = 0, np.int64(0), np.int64(0)
     while len(order) - size > keep:
@@ -378,7 +364,38 @@ def fill_groups(pool, buckets, order, rules, result, start):  # type: ignore[no-
         tolerance += -(tolerance >> ADAPT) if hit else (tolerance >> ADAPT) + 1
         ends[num_groups], slacks[num_groups] = size, slack
         num_groups += 1
-    return num_groups, size, tolerance
+    # what is left, then ranks become samples
+    for rank in range(len(order)):
+        if pool[rank].next_left == rank:
+            places[size] = rank
+            size += 1
+    for place in range(len(order)):
+        places[place] = by_rank[places[place]]
+    return num_groups, tolerance
+
+
+@inner
+def _fill_pool(loads, pool, order):  # type: ignore[no-untyped-def]
+    """The samples by rank, all left, and a last record that is never gone: every search ends."""
+    packed, score, by_rank = loads
+    pool[len(order)].next_left = after = len(order)
+    for rank in range(len(order) - 1, -1, -1):
+        sample = pool[rank]
+        sample.packed, sample.score = packed[by_rank[rank]], score[by_rank[rank]]
+        if sample.packed != pool[rank + 1].packed:
+            after = rank + 1
+        sample.after = after
+        sample.next_left = order[rank] = rank
+
+
+@inner
+def _fill_buckets(pool, buckets, rules):  # type: ignore[no-untyped-def]
+    """First rank whose score is not above those of each bucket."""
+    rank = 0
+    for bucket in range(len(buckets) - 1, -1, -1):
+        while rank < len(pool) - 1 and pool[rank].score >> rules.bucket_shift > bucket:
+            rank += 1
+        buckets[bucket] = rank
 
 
 @inner
