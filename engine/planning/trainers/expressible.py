@@ -1,0 +1,103 @@
+"""What other trainers can express, read in their packages. Data and pure checks.
+
+- Megatron-LM by megatron-core 0.16.1 (`transformer/pipeline_parallel_layer_layout.py`,
+  `transformer_block.py`): any LLM layers per stage; the first n of each stage recomputed, or none;
+  the encoder in the first stage, recomputed as a whole (`--recompute-vision` of its
+  `examples/multimodal`) or not at all. Megatron-Bridge 0.3.1 has the same fields.
+- TorchTitan 0.3.0 (`distributed/pipeline_parallel.py`, `activation_checkpoint.py`): any modules per
+  stage, the encoder in the first (`pipeline_vlm`); all layers recomputed, or none.
+- NeMo Automodel 0.7.0 (`components/distributed/pipelining`, `distributed/config.py`): modules as
+  TorchTitan's; recomputed are the LLM's layers, the encoder's, both or none.
+
+Zero bubble is not in Megatron's main line. Torch's own zero-bubble schedules defer other weight
+gradients than those simulated here, so trainers that run them are planned for without them. All
+interleave in rounds of as many micro-batches as ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from isobatch.common.errors import ConfigError
+from isobatch.models.presets import ModelPreset
+
+Trainer = Literal["megatron", "torchtitan", "automodel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expressible:
+    """What a trainer can express."""
+
+    title: str
+    """Name and version."""
+    schedules: dict[str, str]
+    """Its name of each schedule that it runs, by ours."""
+    modules: Callable[[ModelPreset], tuple[str, ...] | None]
+    """Names of the encoder's modules; None for a model whose pipeline it cannot build."""
+    models: str
+    """Models whose pipeline it builds, for people."""
+    numbers: Callable[[int], dict[bool, Sequence[int]]]
+    """LLM layers -> what can be recomputed: `rules` of `search_restricted`."""
+
+    def check(self, schedule: str, num_ranks: int, num_micro_batches: int) -> None:
+        """ConfigError if the trainer does not run a schedule."""
+        if schedule not in self.schedules:
+            names = ", ".join(self.schedules)
+            raise ConfigError(f"{self.title} is planned for with {names}, not {schedule}")
+        if schedule == "interleaved" and num_micro_batches % num_ranks:
+            raise ConfigError(
+                f"{self.title} interleaves rounds of {num_ranks} micro-batches; {num_micro_batches}"
+                f" are no multiple: give --micro-batches one of {num_ranks}"
+            )
+
+    def modules_of(self, model: ModelPreset) -> tuple[str, ...]:
+        """Names of the encoder's modules. ConfigError for a model that it cannot express."""
+        modules = self.modules(model)
+        if modules is None:
+            raise ConfigError(
+                f"{self.title} has no pipeline for {model.name}; it has one for {self.models}"
+            )
+        return modules
+
+
+def _megatron_modules(model: ModelPreset) -> tuple[str, ...] | None:
+    return None if model.audio_encoder else ()
+
+
+def _titan_modules(model: ModelPreset) -> tuple[str, ...] | None:
+    return ("vision_encoder",) if model.name.startswith("qwen3_5") else None
+
+
+def _automodel_modules(model: ModelPreset) -> tuple[str, ...] | None:
+    """By its `_pp_keep_self_forward` classes and dedicated forward functions."""
+    has_experts = model.llm is not None and model.llm.all_experts_size is not None
+    if model.name.startswith("qwen3_5") or (model.name.startswith("qwen3_vl") and has_experts):
+        return ("model.visual",)
+    if model.name.startswith("mistral3"):
+        return "model.vision_tower", "model.multi_modal_projector"
+    return None
+
+
+TRAINERS: dict[Trainer, Expressible] = {
+    "megatron": Expressible(
+        title="Megatron-LM (megatron-core 0.16.1)",
+        schedules={"1f1b": "1f1b", "interleaved": "interleaved"},
+        modules=_megatron_modules,
+        models="those without an audio encoder",
+        numbers=lambda count: dict.fromkeys((False, True), range(count + 1)),
+    ),
+    "torchtitan": Expressible(
+        title="TorchTitan 0.3.0",
+        schedules={"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"},
+        modules=_titan_modules,
+        models="of our presets Qwen3.5's",
+        numbers=lambda count: {False: (0,), True: (count,)},
+    ),
+    "automodel": Expressible(
+        title="NeMo Automodel 0.7.0",
+        schedules={"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved1f1b"},
+        modules=_automodel_modules,
+        models="of our presets Qwen3.5's, Qwen3-VL's with experts, and Mistral 3's",
+        numbers=lambda count: dict.fromkeys((False, True), (0, count)),
+    ),
+}
