@@ -84,7 +84,7 @@ def _plan(
     found = search_restricted(typical, schedule, request.memory_bytes, rules, limits)
     if found is None:
         return None
-    name = f"the plan: the fastest that {TRAINERS[trainer].title} can express"
+    name = f"the plan: the fastest that {trainer} can express"
     run: SimulatedRun = simulate_run(
         request, name, pipelines, request.loads, found.borders, found.recompute
     )
