@@ -2,15 +2,16 @@
 
 - Megatron-LM by megatron-core 0.16.1 (`transformer/pipeline_parallel_layer_layout.py`,
   `transformer_block.py`): any LLM layers per stage; the first n of each stage recomputed, or none;
-  the encoder in the first stage, recomputed as a whole (`--recompute-vision` of its
-  `examples/multimodal`) or not at all. Megatron-Bridge 0.3.1 has the same fields.
+  the encoder in the first stage, recomputed as a whole or not at all (`--recompute-vision`,
+  `examples/multimodal/multimodal_args.py` of NVIDIA/Megatron-LM, commit 00caa53a; layout flags:
+  its `megatron/training/arguments.py`). Megatron-Bridge 0.3.1 has the same fields.
 - TorchTitan 0.3.0 (`distributed/pipeline_parallel.py`, `activation_checkpoint.py`): any modules per
   stage, the encoder in the first (`pipeline_vlm`); all layers recomputed, or none.
 - NeMo Automodel 0.7.0 (`components/distributed/pipelining`, `distributed/config.py`): modules as
   TorchTitan's; recomputed are the LLM's layers, the encoder's, both or none.
 
-Zero bubble is not in Megatron's main line. Torch's own zero-bubble schedules defer other weight
-gradients than those simulated here, so trainers that run them are planned for without them. All
+Zero bubble is not in Megatron's main line. Torch's own zero-bubble schedules and GPipe have another
+order than those simulated here, so trainers that run them are planned for without them. All
 interleave in rounds of as many micro-batches as ranks.
 """
 
@@ -88,14 +89,14 @@ TRAINERS: dict[Trainer, Expressible] = {
     ),
     "torchtitan": Expressible(
         title="TorchTitan 0.3.0",
-        schedules={"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"},
+        schedules={"1f1b": "1F1B", "interleaved": "Interleaved1F1B"},
         modules=_titan_modules,
         models="Qwen3.5, of our presets",
         numbers=lambda count: {False: (0,), True: (count,)},
     ),
     "automodel": Expressible(
         title="NeMo Automodel 0.7.0",
-        schedules={"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved1f1b"},
+        schedules={"1f1b": "1f1b", "interleaved": "interleaved1f1b"},
         modules=_automodel_modules,
         models="Qwen3.5, Qwen3-VL with experts and Mistral 3, of our presets",
         numbers=lambda count: dict.fromkeys((False, True), (0, count)),

@@ -91,7 +91,7 @@ def _megatron_text(planned: TrainerPlan) -> str:
     return (
         "# encoder and projector lie in the first stage (add_encoder): give their configs no\n"
         "# pipeline_model_parallel_layout. In Megatron-Bridge the same names, with _, are fields\n"
-        "# of the model's provider, and of its vision config\n"
+        "# of the model's provider; --recompute-vision is of Megatron-LM's examples/multimodal\n"
         + _shell_text("MEGATRON_ARGS", values)
     )
 
@@ -104,9 +104,12 @@ def _titan_text(planned: TrainerPlan) -> str:
     values += ["--parallelism.pipeline_parallel_schedule", knows.schedules[plan.schedule]]
     values += ["--parallelism.pipeline_parallel_microbatch_size", 1]
     values += ["--training.local_batch_size", plan.num_micro_batches]
+    values += ["--training.disable_cuda_graphs"]  # its config refuses them with stages
     values += ["--parallelism.module_fqns_per_model_part", *map(",".join, modules)]
-    values += [f"activation_checkpoint:{'full' if planned.rule.encoder else 'none'}"]
-    return _shell_text("TORCHTITAN_ARGS", values)
+    values += [f"activation-checkpoint:{'full' if planned.rule.encoder else 'none'}"]
+    return "# after all other options: the last word is a subcommand\n" + _shell_text(
+        "TORCHTITAN_ARGS", values
+    )
 
 
 def _automodel_text(planned: TrainerPlan) -> str:
