@@ -23,6 +23,8 @@ from isobatch.common.errors import ConfigError
 from isobatch.models.presets import ModelPreset
 
 Trainer = Literal["megatron", "torchtitan", "automodel"]
+TORCH_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+"""Torch's names of the schedules that all trainers run as they are simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,8 @@ class Expressible:
 
     title: str
     """Name and version."""
-    schedules: dict[str, str]
-    """Its name of each schedule that it runs, by ours."""
-    modules: Callable[[ModelPreset], tuple[str, ...] | None]
-    """Names of the encoder's modules; None for a model whose pipeline it cannot build."""
+    encoders: dict[str, tuple[str, ...]]
+    """Names of the encoder's modules, by the beginning of a model's name."""
     models: str
     """Models whose pipeline it builds, for people."""
     numbers: Callable[[int], dict[bool, Sequence[int]]]
@@ -42,8 +42,8 @@ class Expressible:
 
     def check(self, schedule: str, num_ranks: int, num_micro_batches: int) -> None:
         """ConfigError if the trainer does not run a schedule."""
-        if schedule not in self.schedules:
-            names = ", ".join(self.schedules)
+        if schedule not in TORCH_SCHEDULES:
+            names = ", ".join(TORCH_SCHEDULES)
             raise ConfigError(f"{self.title} is planned for with {names}, not {schedule}")
         if schedule == "interleaved" and num_micro_batches % num_ranks:
             raise ConfigError(
@@ -53,51 +53,35 @@ class Expressible:
 
     def modules_of(self, model: ModelPreset) -> tuple[str, ...]:
         """Names of the encoder's modules. ConfigError for a model that it cannot express."""
-        modules = self.modules(model)
-        if modules is None:
-            raise ConfigError(
-                f"{self.title} has no pipeline for {model.name}; it has one for {self.models}"
-            )
-        return modules
+        for name, modules in self.encoders.items():
+            if model.name.startswith(name) and model.audio_encoder is None:
+                return modules
+        raise ConfigError(
+            f"{self.title} has no pipeline for {model.name}; it has one for {self.models}"
+        )
 
 
-def _megatron_modules(model: ModelPreset) -> tuple[str, ...] | None:
-    return None if model.audio_encoder else ()
-
-
-def _titan_modules(model: ModelPreset) -> tuple[str, ...] | None:
-    return ("vision_encoder",) if model.name.startswith("qwen3_5") else None
-
-
-def _automodel_modules(model: ModelPreset) -> tuple[str, ...] | None:
-    """By its `_pp_keep_self_forward` classes and dedicated forward functions."""
-    has_experts = model.llm is not None and model.llm.all_experts_size is not None
-    if model.name.startswith("qwen3_5") or (model.name.startswith("qwen3_vl") and has_experts):
-        return ("model.visual",)
-    if model.name.startswith("mistral3"):
-        return "model.vision_tower", "model.multi_modal_projector"
-    return None
-
-
+_VISUAL = ("model.visual",)
 TRAINERS: dict[Trainer, Expressible] = {
     "megatron": Expressible(
         title="Megatron-LM (megatron-core 0.16.1)",
-        schedules={"1f1b": "1f1b", "interleaved": "interleaved"},
-        modules=_megatron_modules,
+        encoders={"": ()},
         models="models without an audio encoder",
         numbers=lambda count: dict.fromkeys((False, True), range(count + 1)),
     ),
     "torchtitan": Expressible(
         title="TorchTitan 0.3.0",
-        schedules={"1f1b": "1F1B", "interleaved": "Interleaved1F1B"},
-        modules=_titan_modules,
+        encoders={"qwen3_5": ("vision_encoder",)},
         models="Qwen3.5, of our presets",
         numbers=lambda count: {False: (0,), True: (count,)},
     ),
+    # classes with `_pp_keep_self_forward`, and those with a forward function for stages
     "automodel": Expressible(
         title="NeMo Automodel 0.7.0",
-        schedules={"1f1b": "1f1b", "interleaved": "interleaved1f1b"},
-        modules=_automodel_modules,
+        encoders={
+            **dict.fromkeys(("qwen3_5", "qwen3_vl_moe", "qwen3_vl_30b", "qwen3_vl_235b"), _VISUAL),
+            "mistral3": ("model.vision_tower", "model.multi_modal_projector"),
+        },
         models="Qwen3.5, Qwen3-VL with experts and Mistral 3, of our presets",
         numbers=lambda count: dict.fromkeys((False, True), (0, count)),
     ),

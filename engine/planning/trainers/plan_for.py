@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from isobatch.engine.planning.plan import PlanRequest
 from isobatch.engine.planning.planner import (
     PlanResult,
-    SimulatedRun,
     make_plan,
     simulate_run,
     typical_costs,
@@ -13,7 +12,7 @@ from isobatch.engine.planning.planner import (
 from isobatch.engine.planning.recompute import InfeasiblePlan
 from isobatch.engine.planning.schedule_choice import candidates
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
-from isobatch.engine.planning.trainers.expressible import TRAINERS, Trainer
+from isobatch.engine.planning.trainers.expressible import TORCH_SCHEDULES, TRAINERS, Trainer
 from isobatch.engine.planning.trainers.restricted_search import (
     LLM_LAYER,
     RecomputeRule,
@@ -48,17 +47,17 @@ def plan_for(
     """
     knows = TRAINERS[trainer]
     knows.modules_of(request.model)
-    requests = [request]
+    asked = [(request.schedule, request.stages_per_rank)]
+    num_ranks, num_micro_batches = request.parallel.pp, request.num_micro_batches
     if best_schedule:
-        requests = [
-            request.changed(schedule=name, stages_per_rank=count)
-            for name, count in candidates(request)
-            if name in knows.schedules
-        ]
+        is_whole = num_micro_batches % num_ranks == 0
+        names = [name for name in TORCH_SCHEDULES if name == "1f1b" or is_whole]
+        asked = [one for one in candidates(request) if one[0] in names]
     plans = []
-    for place, variant in enumerate(requests):
-        part = limits.part(1 / (len(requests) - place))
-        result = _plan(trainer, variant, free, part)
+    for place, (name, per_rank) in enumerate(asked):
+        knows.check(name, num_ranks, num_micro_batches)
+        variant = request.changed(schedule=name, stages_per_rank=per_rank)
+        result = _plan(trainer, variant, free, limits.part(1 / (len(asked) - place)))
         plans += [result] if result is not None else []
     if not plans:
         peak = int(free.best.peak_bytes.max()) / GIB
@@ -74,8 +73,6 @@ def _plan(
     trainer: Trainer, request: PlanRequest, free: PlanResult, limits: SearchLimits
 ) -> TrainerPlan | None:
     """The plan with the request's schedule; None if none fits."""
-    parallel = request.parallel
-    TRAINERS[trainer].check(request.schedule, parallel.pp, request.num_micro_batches)
     pipelines = request.split(request.costs(request.loads))
     full = request.costs(request.full_step)
     typical = typical_costs(pipelines, full)
@@ -85,9 +82,7 @@ def _plan(
     if found is None:
         return None
     name = f"the plan: the fastest that {trainer} can express"
-    run: SimulatedRun = simulate_run(
-        request, name, pipelines, request.loads, found.borders, found.recompute
-    )
+    run = simulate_run(request, name, pipelines, request.loads, found.borders, found.recompute)
     plan = make_plan(request, run, full)
     without = replace(free.best, name="without the trainer's restrictions")
     result = PlanResult(plan=plan, runs=(*free.runs[:-1], run), free=without)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from isobatch.engine.planning.plan import Plan
-from isobatch.engine.planning.trainers.expressible import TRAINERS
+from isobatch.engine.planning.trainers.expressible import TORCH_SCHEDULES, TRAINERS
 from isobatch.engine.planning.trainers.plan_for import TrainerPlan
 from isobatch.engine.planning.trainers.restricted_search import LLM_LAYER
 
@@ -101,7 +101,7 @@ def _titan_text(planned: TrainerPlan) -> str:
     modules = module_names(llm_layers(plan), knows.modules_of(plan.model), _TITAN_NAMES)
     values: list[object] = ["--parallelism.tensor_parallel_degree", plan.parallel.tp]
     values += ["--parallelism.pipeline_parallel_degree", plan.parallel.pp]
-    values += ["--parallelism.pipeline_parallel_schedule", knows.schedules[plan.schedule]]
+    values += ["--parallelism.pipeline_parallel_schedule", TORCH_SCHEDULES[plan.schedule]]
     values += ["--parallelism.pipeline_parallel_microbatch_size", 1]
     values += ["--training.local_batch_size", plan.num_micro_batches]
     values += ["--training.disable_cuda_graphs"]  # its config refuses them with stages
@@ -133,7 +133,7 @@ def _automodel_text(planned: TrainerPlan) -> str:
         f"  activation_checkpointing: {json.dumps(scope is not None)}",
         *([f"  activation_checkpointing_scope: {scope}"] if scope else []),
         "  pipeline:",
-        f"    pp_schedule: {knows.schedules[plan.schedule]}",
+        f"    pp_schedule: {TORCH_SCHEDULES[plan.schedule].lower()}",
         "    pp_microbatch_size: 1",
         "    module_fqns_per_model_part:",
         *(f"      - {json.dumps(stage)}" for stage in modules),

@@ -14,7 +14,7 @@ from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.planning import planner
 from isobatch.engine.planning.recompute import InfeasiblePlan
-from isobatch.engine.planning.trainers.expressible import TRAINERS
+from isobatch.engine.planning.trainers.expressible import TORCH_SCHEDULES, TRAINERS
 from isobatch.engine.planning.trainers.plan_for import plan_for
 from isobatch.engine.planning.trainers.settings import llm_layers, settings_text
 from isobatch.models.presets import load_model
@@ -92,7 +92,10 @@ def test_interleaved_stages_are_in_the_order_of_the_layout():
 
 def test_any_schedule_of_the_trainer_is_tried():
     planned = planned_for("torchtitan", best_schedule=True)
-    assert planned.result.plan.schedule in TRAINERS["torchtitan"].schedules
+    assert planned.result.plan.schedule in TORCH_SCHEDULES
+    asked = request_for("qwen3_5", parallel=Parallelism(tp=4, pp=3, dp=2))
+    uneven = plan_for("torchtitan", asked, planner.plan(asked), best_schedule=True)
+    assert uneven.result.plan.schedule == "1f1b"  # 8 micro-batches, rounds of 3
     assert planned.result.best.step_ns <= planned_for("torchtitan").result.best.step_ns
 
 

@@ -65,10 +65,6 @@ def check_megatron(case):
 
 def check_torchtitan(case):
     """Its command line gives these fields, and its model is cut into these stages."""
-    if torch.version.cuda is None:
-        for name in ("nms", "qnms"):  # operators of torchvision, which is built for CUDA
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", schema)
     from torch.distributed.pipelining.schedules import get_schedule_class
     from torchtitan.config import ConfigManager
     from torchtitan.distributed.activation_checkpoint import FullAC
@@ -140,6 +136,10 @@ CHECKS = {
 
 if __name__ == "__main__":
     trainer, path = sys.argv[1:]
+    if trainer == "torchtitan" and torch.version.cuda is None:
+        for name in ("nms", "qnms"):  # operators of torchvision, which is built for CUDA
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", schema)
     cases = json.loads(Path(path).read_text("utf-8"))
     for one in cases:
         CHECKS[trainer](one)
