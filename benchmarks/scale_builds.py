@@ -92,6 +92,7 @@ def _write(
         "totals": {
             "num_groups": num_groups,
             "num_packed": num_packed,
+            "num_rejected": 0,
             "num_loss_tokens": 1_536 * num_groups,
         },
         "shards": [shard.to_json()],

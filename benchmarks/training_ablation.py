@@ -44,7 +44,7 @@ from papers.datasets import PIPETUNE_MIXES
 from rich.console import Console
 from tables import new_table
 
-from isobatch.engine.cost_model.clusters import load_cluster
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 
 STAND_IN_SAMPLES = 12_000

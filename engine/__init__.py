@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from isobatch.balance.dispatching.post_balancing import balance_sums as balance_sums
     from isobatch.engine.charts.trace import TraceStep as TraceStep
     from isobatch.engine.charts.trace import write_trace as write_trace
-    from isobatch.engine.cost_model.clusters import Cluster as Cluster
-    from isobatch.engine.cost_model.clusters import load_cluster as load_cluster
     from isobatch.engine.cost_model.costs import Costs as Costs
     from isobatch.engine.cost_model.loads import Loads as Loads
     from isobatch.engine.cost_model.loads import PhaseLoads as PhaseLoads
@@ -76,5 +74,7 @@ if TYPE_CHECKING:
     from isobatch.engine.tuning.tune import PartitionedModel as PartitionedModel
     from isobatch.engine.tuning.tune import TuneOptions as TuneOptions
     from isobatch.engine.tuning.tune import tune as tune
+    from isobatch.models.clusters import Cluster as Cluster
+    from isobatch.models.clusters import load_cluster as load_cluster
 else:
     __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -10,7 +10,6 @@ from isobatch.balance.baseline_samplers import BATCH_SIZE
 from isobatch.common.config import Option, check_options, preset_families, preset_names
 from isobatch.common.errors import ConfigError
 from isobatch.common.visible_text import shown
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism, Part, Training
 from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
@@ -18,6 +17,7 @@ from isobatch.engine.planning.build_steps import read_build
 from isobatch.engine.planning.plan import Plan, PlanRequest
 from isobatch.engine.planning.trainers.expressible import TRAINERS, Trainer
 from isobatch.engine.simulator.schedule import SCHEDULES
+from isobatch.models.clusters import load_cluster
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.image_rules import NativeSizeRule
 from isobatch.models.layer_bytes import Kernels

@@ -15,6 +15,7 @@ from isobatch.balance.steps.step_planner import StepPlanner
 from isobatch.common.config import check_names, check_types
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.loaders.batch.joined_gradients import GradientJoin
+from isobatch.loaders.metrics import Write, check_tool
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
@@ -35,10 +36,11 @@ _MINIMUMS = {
     "seed": 0,
     "regroup_window": 1,
     "prefetch_bytes": 0,
+    "log_every": 1,
 }
 _OF_ONE_RANK = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
 _OF_ONE_RANK |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
-_OF_ONE_RANK |= {"images", "image_transform"}
+_OF_ONE_RANK |= {"images", "image_transform", "log_to", "log_every"}
 """Options that may differ between ranks: their steps are the same."""
 _OF_RANKS = "dp_rank", "dp_world_size", "process_group", "device_mesh", "dp_dims", "check_ranks"
 """Options that say which ranks there are."""
@@ -177,6 +179,13 @@ class LoaderConfig:
     """Folder or URI that replaces the one a refs build takes its files from."""
     storage: StorageOptions | None = None
     """Cache, time limit and checksums (`loaders.StorageOptions`)."""
+    log_to: str | Write | None = None
+    """Where the first rank logs speed, waiting, fill and position (docs/load/metrics.md):
+    "tensorboard", "wandb", "mlflow" or "trackio", with a folder or project after a colon if you
+    like; or a function that takes the figures by name, and the number of the step.
+    """
+    log_every: int = 10
+    """Steps whose means are logged at a time."""
 
     def __new__(cls, **options: Any) -> Self:
         """A config as the constructor makes it; ConfigError for an option that is not there."""
@@ -190,6 +199,7 @@ class LoaderConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
         self._check_ranks()
         self._check_choice()
+        check_tool(self.log_to)
         if not 0 <= self.balance <= MAX_BALANCE:
             raise ConfigError(
                 f"balance is {self.balance}; use 0 (random) to {MAX_BALANCE} (most balanced)"
@@ -282,6 +292,15 @@ class LoaderConfig:
             return [int(rank) for rank in self.device_mesh.mesh.flatten()]
         return dist.get_process_group_ranks(self.process_group)
 
+    def is_first(self) -> bool:
+        """Whether this is the first process of all that train together, which logs."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.ranks()[0] == 0
+        ranks = dist.get_process_group_ranks(self.process_group)
+        if self.device_mesh is not None:
+            ranks = self.device_mesh.mesh.flatten().tolist()
+        return dist.get_rank() == min(ranks)
+
     def shared(self) -> dict[str, str]:
         """What all `peers` must have been given, by option."""
         values = {name: getattr(self, name) for name in self.__slots__ if name not in _OF_ONE_RANK}
@@ -370,3 +389,5 @@ class LoaderOptions(TypedDict, total=False):
     on_error: OnError
     image_root: str | Path | None
     storage: StorageOptions | None
+    log_to: str | Write | None
+    log_every: int

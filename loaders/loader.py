@@ -79,6 +79,7 @@ class StreamingLoader(StepStream):
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._url = url
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)
+        self._is_first = config.is_first()
         self.num_dropped_samples = 0
         peers = config.peers()
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
@@ -114,6 +115,8 @@ class StreamingLoader(StepStream):
             self.image_token_id = manifest.image_token_id
             self.video_token_id = manifest.video_token_id
             self.audio_token_id = manifest.audio_token_id
+            totals = [build.manifest.values["totals"] for build in builds]
+            self._rejected = sum(int(total.get("num_rejected", 0)) for total in totals)
             weights = [weight for _, weight in datasets]
             chosen = choose_samples(builds, config.sample_choice())
             source = self._source = _step_source(builds, datasets, chosen, config)
@@ -128,6 +131,10 @@ class StreamingLoader(StepStream):
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
         self._closed = self._resumes = False
+
+    @property
+    def _num_rejected(self) -> int:
+        return self._rejected
 
     def _open_again(self) -> None:
         self.__setstate__(self._pickled())
@@ -146,11 +153,13 @@ class StreamingLoader(StepStream):
             "state": self.state_dict(),
             "num_dropped_samples": self.num_dropped_samples,
             "resumes": self._resumes,
+            "is_first": self._is_first,
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self._url, self._config = pickled["url"], pickled["config"]
         self.num_dropped_samples = pickled["num_dropped_samples"]
+        self._is_first = pickled["is_first"]
         self._open()
         self._steps.load(pickled["state"])
         self._resumes = pickled["resumes"]

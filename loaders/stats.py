@@ -2,9 +2,9 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,12 @@ from isobatch.common.types import IntArray
 from isobatch.loaders.steps.step_plan import StepFigures, StepPlan
 
 _NOT_SUMMED = (
-    *("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm"),
+    *("cache_hits", "unchosen_samples", "rejected_samples", "fill"),
+    *("dist_ratio_vit", "dist_ratio_llm", "dist_ratio_attention"),
     *("label_shares", "gradient_shares", "repeated_pairs"),
 )
+LOADS = "vit", "llm", "attention"
+"""What ranks wait for one another with; attention where somebody asks for it."""
 _STEPS, _GROUPS = 256, 1 << 16
 """Steps whose figures are summed at a time, one by one takes ten times as long; fewer of more than
 so many groups together.
@@ -37,6 +40,12 @@ class LoaderStats:
     steps: int
     samples: int
     """Samples of this rank's micro-batches."""
+    tokens: int
+    """LLM tokens of all ranks' micro-batches, padding included."""
+    fill: float
+    """Share of the LLM tokens that these may have."""
+    rejected_samples: int
+    """Samples that packing could not use; without a build those found so far."""
     unchosen_samples: int
     """Samples of the builds that `split`, `filter` and `limit` leave out of every epoch."""
     waiting_s: float
@@ -58,6 +67,8 @@ class LoaderStats:
     dist_ratio_vit: float
     """Share of ranks' time that waits for the slowest vision encoder (`metrics.dist_ratio`)."""
     dist_ratio_llm: float
+    dist_ratio_attention: float | None
+    """Of the LLM's attention; None where nobody has asked for it (`log_to`)."""
     label_shares: tuple[float, ...]
     """Share of each of the loader's builds in the weights of all labels so far, on all ranks."""
     gradient_shares: tuple[float, ...]
@@ -68,6 +79,41 @@ class LoaderStats:
     """How often groups of a step shared one in the epoch before too, relative to chance: 1 in a
     random order. None in the first epoch, and where a step has one group.
     """
+
+    def __str__(self) -> str:
+        """A small table: a figure a line."""
+        return "\n".join(f"{name:<20} {_text(name, of)}" for name, of in asdict(self).items())
+
+
+def _text(name: str, value: Any) -> str:
+    """A figure for people, right-aligned; a tuple has one per build."""
+    if isinstance(value, tuple):
+        return " ".join(_text(name, part) for part in value)
+    if value is None:
+        return f"{'-':>16}"
+    if name.endswith("_s"):
+        return f"{value:>14,.2f} s"
+    is_share = isinstance(value, float) and name != "repeated_pairs"
+    return f"{value:>16.2%}" if is_share else f"{value:>16,.6g}"
+
+
+class MeterSums(NamedTuple):
+    """What a `Meter` has counted, to be compared with what it has later."""
+
+    steps: int
+    tokens: int
+    room: int
+    waiting_s: float
+    skipped_samples: int
+    rounds: NDArray[np.float64]
+    """Sums of ratios and number of rounds, of all rounds and of complete ones, by `LOADS`."""
+
+
+def mean_ratios(rounds: NDArray[np.float64]) -> dict[str, float]:
+    """Dist ratios by load: of complete rounds, or of all if none is; `MeterSums.rounds`."""
+    sums, counts = np.where(rounds[1, 1] > 0, rounds[1], rounds[0])
+    means = zip(LOADS, sums.tolist(), counts.tolist(), strict=True)
+    return {name: total / count for name, total, count in means if count}
 
 
 class Meter:
@@ -81,10 +127,10 @@ class Meter:
         # what is not in the sums yet: parts in any thread, and steps
         self._parts: list[tuple[float, float, int]] = []
         self._steps: list[tuple[StepFigures, int, int, float, float | None]] = []
-        # over complete rounds, or the first round until there is one; of ViT and LLM
-        self._num_rounds = 0
-        self._ratio_sums = np.zeros(2)
-        self._first_ratios: NDArray[np.float64] | None = None
+        self._room = 0
+        self._rounds = np.zeros((2, 2, len(LOADS)))
+        # of the first round, until there is a complete one
+        self._first_ratios: dict[str, float] = {}
         # of each step, shape (2, steps) of some steps each
         self._step_ratios = [np.zeros((2, 0), np.float32)]
         # (2, builds): sums of labels' weights, and of those over the steps' divisors
@@ -109,14 +155,20 @@ class Meter:
             with self._lock:
                 self._sum_up()
 
-    def stats(self, cache_hits: int) -> LoaderStats:
+    def sums(self) -> MeterSums:
+        """What has been counted so far."""
+        with self._lock:
+            self._sum_up()
+            names = "steps", "tokens", "waiting_s", "skipped_samples"
+            sums = {name: self._sums[name] for name in names}
+            return MeterSums(**sums, room=self._room, rounds=self._rounds.copy())
+
+    def stats(self, cache_hits: int, rejected_samples: int = 0) -> LoaderStats:
         """The figures so far."""
         with self._lock:
             self._sum_up()
-            ratios = np.zeros(2) if self._first_ratios is None else self._first_ratios
-            if self._num_rounds:
-                ratios = self._ratio_sums / self._num_rounds
-            vit, llm = ratios.tolist()
+            is_complete = bool(self._rounds[1, 1].any())
+            ratios = mean_ratios(self._rounds) if is_complete else self._first_ratios
             shares = self._weights / np.maximum(
                 self._weights.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny
             )
@@ -124,8 +176,11 @@ class Meter:
                 **self._sums,
                 unchosen_samples=self._unchosen_samples,
                 cache_hits=cache_hits,
-                dist_ratio_vit=vit,
-                dist_ratio_llm=llm,
+                rejected_samples=rejected_samples,
+                fill=self._sums["tokens"] / max(1, self._room),
+                dist_ratio_vit=ratios.get("vit", 0.0),
+                dist_ratio_llm=ratios.get("llm", 0.0),
+                dist_ratio_attention=ratios.get("attention"),
                 label_shares=tuple(shares[0].tolist()),
                 gradient_shares=tuple(shares[1].tolist()),
                 repeated_pairs=self._pairs.repeated_pairs,
@@ -167,27 +222,28 @@ class Meter:
             for row, values in enumerate((part.weights, part.weights / divisors)):
                 self._weights[row] += np.bincount(part.builds, values, self._weights.shape[1])
             self._pairs.add(part.epoch, part.builds, part.numbers, sizes)
-        # (2, dp, rounds)
-        tokens = np.concatenate(
-            [
-                np.concatenate(np.stack([part.vit_tokens, part.llm_tokens], axis=1), axis=-1)
-                for part in parts
-            ],
-            axis=-1,
-        )
+            self._room += int(part.room.sum())
+            self._sums["tokens"] += int(part.llm_tokens.sum())
+        attention = [part.llm_squares for part in parts if part.llm_squares is not None]
+        columns = [[part.vit_tokens for part in parts], [part.llm_tokens for part in parts]]
+        if len(attention) == len(parts):
+            columns.append(attention)
+        # (loads, dp, rounds)
+        steps = [[step for part in column for step in part] for column in columns]
+        loads = np.stack([np.concatenate(column, axis=-1) for column in steps])
         complete = np.concatenate([part.complete.ravel() for part in parts])
-        # (2, rounds), both
-        largest = tokens.max(axis=1)
-        ratios = (largest[:, None] - tokens).mean(axis=1) / np.maximum(largest, 1)
-        self._ratio_sums += ratios[:, complete].sum(axis=1)
-        self._num_rounds += int(complete.sum())
+        # (loads, rounds), both
+        largest = loads.max(axis=1)
+        ratios = (largest[:, None] - loads).mean(axis=1) / np.maximum(largest, 1)
+        for row, chosen in enumerate((ratios, ratios[:, complete])):
+            self._rounds[row, :, : len(loads)] += np.stack([chosen, np.ones_like(chosen)]).sum(-1)
         rounds = [part.complete.shape[1] for part in parts for _ in part.complete]
         starts = np.cumsum([0, *rounds[:-1]])
         self._step_ratios.append(
-            (np.add.reduceat(ratios, starts, axis=1) / rounds).astype(np.float32)
+            (np.add.reduceat(ratios[:2], starts, axis=1) / rounds).astype(np.float32)
         )
-        if self._first_ratios is None:
-            self._first_ratios = ratios[:, 0]
+        if not self._first_ratios:
+            self._first_ratios = dict(zip(LOADS, ratios[:, 0].tolist(), strict=False))
 
 
 class PairCounter:

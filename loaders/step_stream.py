@@ -5,16 +5,18 @@ A loader opens its data and leaves here what it needs: `_steps`, a reader, a bui
 
 import os
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn, Self
 
 from torch.utils.data import get_worker_info
 
-from isobatch.common.errors import ConfigError
+from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.loaders.accelerate_checks import check_accumulation
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
+from isobatch.loaders.metrics import MetricsLogger, MetricsWindow
 from isobatch.loaders.prefetch import Prefetcher
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.store import Awaited
@@ -62,6 +64,9 @@ class StepStream:
     _pid: int
     _running: Prefetcher[StepPlan, MicroBatch] | None
     _closed: bool
+    _is_first: bool
+    """Whether this process logs for all ranks."""
+    _logger: MetricsLogger | None = None
     _resumes: bool
     """Whether the next iterator begins where a state says, also in an evaluation."""
 
@@ -127,6 +132,7 @@ class StepStream:
         self._resumes = False
         self.check_ranks()
         self._steps.check_epoch()
+        logger = self._open_logger()
         running = self._running = Prefetcher(
             map(
                 partial(self._builder.task, epoch=self._steps.epoch),
@@ -140,8 +146,12 @@ class StepStream:
             while (step := self._next(running)) is not None:
                 with self._awaited.being(awaited=False):
                     yield step
+                if logger is not None:  # who asks for the next step has trained on this one
+                    logger.step(self._steps.num_steps)
         finally:
             running.close()
+            if logger is not None:
+                logger.flush(self._steps.num_steps)
         self._finish_epoch()
 
     def _next(self, running: Prefetcher[StepPlan, MicroBatch]) -> StepBatches | None:
@@ -212,14 +222,59 @@ class StepStream:
 
     def stats(self) -> LoaderStats:
         """What this loader has done so far, in this process."""
-        return self._meter.stats(self._reader.cache_hits)
+        return self._meter.stats(self._reader.cache_hits, self._num_rejected)
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """Let the trainer's figures of its last step be written with the loader's (`log_to`)."""
+        if self._logger is not None:
+            self._logger.add(figures)
+
+    def metrics_window(self) -> MetricsWindow:
+        """What this loader does from now on, for a trainer that logs by itself."""
+        try:
+            self._steps.watch_attention()
+        except (ConfigError, DataError) as error:
+            warnings.warn(f"waiting for attention is not logged: {first_line(error)}", stacklevel=2)
+        return MetricsWindow(self._meter, self._progress)
 
     def close(self) -> None:
         """End the current iterator's threads; release files and connections. Safe to call twice."""
         self._end_iterator()
+        if self._logger is not None:
+            self._logger.close(self._steps.num_steps)
         self._closed = True
         if os.getpid() == self._pid:
             self._reader.close()
+
+    @property
+    def _num_rejected(self) -> int:
+        """Samples that packing could not use."""
+        raise NotImplementedError
+
+    def _progress(self) -> dict[str, float]:
+        """How far the training is, for a log."""
+        try:
+            progress = 1 - self.remaining_steps / max(1, len(self))
+        except TypeError:  # of a stream nobody knows
+            progress = 0.0
+        done = {"epoch": self.epoch + progress, "tokens": self._steps.num_tokens}
+        return done | {"rejected": self._num_rejected}
+
+    def _open_logger(self) -> MetricsLogger | None:
+        """The logger, as an iterator begins; None if nothing is logged here."""
+        if (log_to := self._config.log_to) is None:
+            return None
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "log_to logs where the training runs, and this is a DataLoader's worker: give the"
+                " DataLoader num_workers=0 (the loader decodes in threads), or leave out log_to"
+            )
+        if self._logger is None and self._is_first:
+            every = self._config.log_every
+            self._logger = MetricsLogger(log_to, every, self.metrics_window())
+        if self._logger is not None:
+            self._logger.begin()
+        return self._logger
 
     def _open_again(self) -> None:
         """Open again in a fork, which lacks the threads and where no lock of theirs is released."""

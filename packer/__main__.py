@@ -6,9 +6,9 @@ from isobatch.common.interrupts import quit_on_interrupt
 def main() -> None:
     """Load the command and run it."""
     quit_on_interrupt()
-    from isobatch.packer.cli import main as run  # noqa: PLC0415 - this is what takes long
+    from isobatch.common.command_line import run_module  # noqa: PLC0415 - this is what takes long
 
-    run()
+    run_module("isobatch.packer.cli")
 
 
 if __name__ == "__main__":  # not in a worker process, which loads this file too

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from isobatch.common.consoles import foreign
+from isobatch.balance.grouping import compile_ahead
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Limits
 from isobatch.counting.records.user_map import ALL_COLUMNS, load_map
@@ -120,6 +120,8 @@ class Builder:
         """
         config = self.config
         is_complete(config.out)  # raises for a wrong place before anything is made or removed
+        if config.grouping == "fit":
+            compile_ahead.begin()
         with self.dataset(overwrite=overwrite) as dataset:
             if is_complete(config.out):
                 return self._finished(dataset)
@@ -208,7 +210,7 @@ class Builder:
         if config.share and is_complete(config.out):
             return self._finished(dataset)
         if others:
-            self.note(others)
+            self.progress.note(others)
             return None
         with alone_in(self.staging.folder):
             if not is_complete(config.out):
@@ -331,16 +333,12 @@ class Builder:
         columns = columns_of(dataset) if keep else set[str]()
         for name in (name for name in keep if name not in columns):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            self.note(f"{note} {', '.join(sorted(columns))}")
+            self.progress.note(f"{note} {', '.join(sorted(columns))}")
         if isinstance(self.model.vision, ProcessorRule):
             unknown = "so caps and balance go by LLM tokens, and no time is predicted"
-            self.note(f"note: {self.model.description}, {unknown}")
+            self.progress.note(f"note: {self.model.description}, {unknown}")
         if day := self.tokenizer.template_date:
-            self.note(f"note: the chat template writes a date: {day} (--template-date)")
-
-    def note(self, text: str) -> None:
-        """Say something next to the progress."""
-        self.progress.console.print(foreign(text), highlight=False, soft_wrap=True)
+            self.progress.note(f"note: the chat template writes a date: {day} (--template-date)")
 
     def _finish(
         self, dataset: Dataset, packed: list[PackedPartition], results: Results | None = None

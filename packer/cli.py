@@ -16,8 +16,10 @@ from isobatch.common.command_line import (
     ConfigOption,
     JsonOption,
     new_app,
+    print_result,
     read_config,
     run_app,
+    with_log,
     with_options,
 )
 from isobatch.common.config import preset_names, read_toml
@@ -41,10 +43,13 @@ from isobatch.packer.inspect.html import write_group_html
 from isobatch.packer.inspect.terminal import group_title, print_group
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
+from isobatch.packer.push import push_build
 from isobatch.packer.report.build_summary import Rejection, count_rejected
+from isobatch.packer.report.comparison import LETTERS, compare
 from isobatch.packer.report.figures import make_report
-from isobatch.packer.report.html import write_html
-from isobatch.packer.report.terminal import print_build, print_report
+from isobatch.packer.report.gpu_hours import MFU, GpuQuestion
+from isobatch.packer.report.html import write_comparison, write_html
+from isobatch.packer.report.terminal import print_build, print_comparison, print_report
 from isobatch.packer.sources.dataset import print_datasets
 from isobatch.packer.upload import save_html
 from isobatch.packer.verify import require_intact, verify_build
@@ -55,6 +60,9 @@ from isobatch.shards.tables import REJECTED_NAME
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
     int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are for.")
+]
+Places = Annotated[
+    list[str], typer.Argument(help="One build, or two to compare.", metavar="OUT...")
 ]
 DiscardOption = Annotated[
     bool, typer.Option("--discard", help="Give up a change that was begun and not finished.")
@@ -76,6 +84,7 @@ app = new_app(
 
 
 @app.command()
+@with_log
 @with_options(
     BuildConfig,
     *COUNTING,
@@ -108,29 +117,25 @@ def build(
         estimate = estimate_build(
             builder.config, StageProgress(messages), price=price_per_core_hour
         )
-        if as_json:
-            print(json.dumps(estimate.to_json()))
-        else:
+        if print_result(estimate.to_json(), as_json=as_json):
             print_estimate(estimate, builder.config, results())
         return
     summary = builder.build(overwrite=overwrite)
     if summary is None:  # other shares of the partitions are missing
-        if as_json:
-            print(json.dumps({"out": builder.config.out, "complete": False}))
+        print_result({"out": builder.config.out, "complete": False}, as_json=as_json)
         return
     report = make_report(summary.out)
     # a build at a URI has written its page itself; one killed after its manifest has none yet
     has_page = summary.already_complete and Path(summary.out, REPORT_NAME).exists()
     if not is_uri(summary.out) and not has_page:
         save_html(report, summary.out)
-    if as_json:
-        limits = {"limits": summary.limits.to_json()}
-        print(json.dumps({**asdict(summary), **limits, "report": report.to_json()}))
-        return
-    print_build(summary, report, results())
+    values = {"limits": summary.limits.to_json(), "report": report.to_json()}
+    if print_result(asdict(summary) | values, as_json=as_json):
+        print_build(summary, report, results())
 
 
 @app.command()
+@with_log
 @with_options(
     BuildConfig,
     *(name for name in COUNTING if name != "out"),
@@ -153,23 +158,16 @@ def add(
     new = read_config(BuildConfig, context, command="packer add")
     addition = Adder(grown_config(manifest, new), StageProgress(messages)).add(discard=discard)
     if addition is None:  # other shares of the partitions are missing
-        if as_json:
-            print(json.dumps({"out": out, "complete": False}))
+        print_result({"out": out, "complete": False}, as_json=as_json)
         return
-    totals = addition.manifest.values["totals"]
-    if as_json:
-        rejected = {reason: entry.number for reason, entry in addition.rejected.items()}
-        print(
-            json.dumps(
-                {
-                    "out": out,
-                    "added": addition.totals,
-                    "rejected": rejected,
-                    "totals": totals,
-                    "manifest_hash": addition.manifest.hash,
-                }
-            )
-        )
+    values = {
+        "out": out,
+        "added": addition.totals,
+        "rejected": {reason: entry.number for reason, entry in addition.rejected.items()},
+        "totals": addition.manifest.values["totals"],
+        "manifest_hash": addition.manifest.hash,
+    }
+    if not print_result(values, as_json=as_json):
         return
     if addition.is_new:
         new_groups = counted(addition.totals["num_groups"], "groups")
@@ -182,6 +180,7 @@ def add(
 
 
 @app.command()
+@with_log
 def merge(
     builds: Annotated[list[str], typer.Argument(help="Folders or URIs.", metavar="BUILD...")],
     out: Annotated[str, typer.Option(help="Folder or URI of the new build.")],
@@ -192,13 +191,12 @@ def merge(
     Shards are links to the same files, or copies that the object store makes.
     """
     manifest = merge_builds(builds, out, StageProgress(messages))
-    if as_json:
-        print(json.dumps({"out": out, "totals": manifest.values["totals"]}))
-        return
-    _print_totals(out, manifest)
+    if print_result({"out": out, "totals": manifest.values["totals"]}, as_json=as_json):
+        _print_totals(out, manifest)
 
 
 @app.command()
+@with_log
 def remove(
     out: BuildPlace,
     ids: Annotated[
@@ -225,9 +223,8 @@ def remove(
     result = remove_samples(
         out, names, StageProgress(messages), workers=workers or default_workers(), discard=discard
     )
-    if as_json:
-        values = asdict(replace(result, manifest=None))  # type: ignore[arg-type]
-        print(json.dumps(values | {"manifest": result.manifest.hash}))
+    values = asdict(replace(result, manifest=None))  # type: ignore[arg-type]
+    if not print_result(values | {"manifest": result.manifest.hash}, as_json=as_json):
         return
     if result.num_samples or result.num_rejected:
         groups, shards = counted(result.num_groups, "groups"), counted(result.num_shards, "shards")
@@ -241,6 +238,7 @@ def remove(
 
 
 @app.command()
+@with_log
 @with_options(BuildConfig, *COUNTING)
 def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Only count patches and tokens of every sample.
@@ -251,9 +249,9 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     counts, rejected = builder.count()
     reasons = count_rejected([rejected])
     read = len(counts) + len(rejected)
-    if as_json:
-        numbers = {reason: entry.number for reason, entry in reasons.items()}
-        print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
+    numbers = {reason: entry.number for reason, entry in reasons.items()}
+    values = {"num_read": read, "num_counted": len(counts), "rejected": numbers}
+    if not print_result(values, as_json=as_json):
         return
     sums = f"{len(counts):,} counted + {len(rejected):,} rejected"
     print_line(f"{counted(read, 'samples')} read = {sums}")
@@ -263,6 +261,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
 
 
 @app.command()
+@with_log
 @with_options(BuildConfig, *GROUPING, "isf_iterations")
 def group(
     context: typer.Context,
@@ -290,26 +289,48 @@ def group(
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
         page = None if out is None else folder / REPORT_NAME
-        _report(str(folder), dp, as_json=as_json, html=page)
+        _report([str(folder)], dp, as_json=as_json, html=page)
 
 
 @app.command()
 def report(
-    out: BuildPlace,
-    dp: RanksOption = 8,
+    outs: Places,
+    dp: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_536, help="Data-parallel ranks. Default: --gpus, or 8."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict GPU hours on such GPUs: h100, or any preset of configs/clusters."
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many. Default: --dp.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option(help=f"Share of its peak that a GPU reaches. Default: {MFU:g}."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with the distributions to this file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how balanced a build is, next to other samplers.
+    """Print how balanced a build is, next to other samplers; or two builds in one table.
 
     The build's own report.html, which stays as it is, is for 8 ranks.
     """
-    _report(out, dp, as_json=as_json, html=html)
+    if gpu is None and (gpus, price, mfu) != (None, None, None):
+        raise ConfigError(
+            "--gpus, --price and --mfu are for a prediction: add --gpu, as --gpu h100"
+        )
+    ranks = dp or gpus or 8
+    question = gpu and GpuQuestion(gpu=gpu, num_gpus=gpus or ranks, price=price, mfu=mfu or MFU)
+    _report(outs, ranks, question or None, as_json=as_json, html=html)
 
 
 @app.command()
+@with_log
 def verify(
     out: BuildPlace,
     workers: Annotated[
@@ -338,10 +359,9 @@ def verify(
         image_root=image_root,
         absent=SampleNames(ids=read_ids(absent)) if absent else None,
     )
-    if as_json:
-        print(json.dumps(asdict(result)))
+    is_for_people = print_result(asdict(result), as_json=as_json)
     require_intact(result)
-    if not as_json:
+    if is_for_people:
         files = counted(result.num_files, "files")
         print_line(f"intact: {files}, {result.num_bytes:,} bytes")
         if media:
@@ -352,6 +372,21 @@ def verify(
             f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
         )
         print_line(f"{packed}, as the manifest says")
+
+
+@app.command()
+def push(
+    out: BuildPlace,
+    repo: Annotated[str, typer.Argument(help="Name on the Hub: ORG/NAME.", metavar="NAME")],
+    private: Annotated[bool, typer.Option("--private", help="Only for you and your org.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a finished build to the Hugging Face Hub, with a dataset card.
+
+    Run it again to continue a push that was stopped.
+    """
+    address = push_build(out, repo, private=private)
+    print_line(json.dumps({"out": out, "url": address}) if as_json else address)
 
 
 @app.command()
@@ -478,14 +513,30 @@ def _print_totals(out: str, manifest: Manifest) -> None:
     print_line(f"{out} has {counted(manifest.num_packed, 'samples')} in {groups}")
 
 
-def _report(out: str, dp: int, *, as_json: bool, html: Path | None) -> None:
-    result = make_report(out, dp=dp)
+def _report(
+    places: list[str],
+    dp: int,
+    question: GpuQuestion | None = None,
+    *,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    if len(places) > len(LETTERS):
+        raise ConfigError(f"packer report shows one build or compares two, not {len(places)}")
+    reports = [make_report(place, dp=dp, question=question) for place in places]
+    first, *others = reports
+    values = [{"out": place} | made.to_json() for place, made in zip(places, reports, strict=True)]
     if as_json:
-        print(json.dumps(result.to_json()))
+        print(json.dumps({"builds": values} if others else first.to_json()))
+    elif others:
+        print_comparison(places, compare(reports), results())
     else:
-        print_report(result, results())
+        print_report(first, results())
     if html is not None:
         with naming_full_disk(html.parent):
-            write_html(result, html)
+            if others:
+                write_comparison(reports, places, html)
+            else:
+                write_html(first, html)
         if not as_json:
             print_line(f"details: {html}")

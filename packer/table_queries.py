@@ -26,7 +26,8 @@ def query_table(path: Path, question: "Callable[[pl.LazyFrame], pl.LazyFrame]") 
     except FileNotFoundError:
         hint = "is it the output of `packer build` or `packer group`?"
         raise DataError(f"no {path.name} in {path.parent}: {hint}") from None
-    except (pl.exceptions.PolarsError, OSError) as error:
+    # a panic of its Parquet reader is no Exception
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
 
 

@@ -7,17 +7,21 @@ The numbers are those that the tests recorded in tests/data/family_results.json:
     export ISOBATCH_RECORD_FAMILIES=1 ISOBATCH_TEST_DRAWS=500
     python -m pytest tests/packer/test_model_folder.py  # and the others that call `record`
 
-With `--check` nothing is written, and the exit status is 1 if the page is not what it would be.
+The site has a page of each family too, made when it is built (`family_pages`). With `--check`
+nothing is written, and the exit status is 1 if the page is not what it would be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+from isobatch.models.image_rules import VISION_RULES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "families.md"
@@ -65,6 +69,36 @@ NOTES = {
     "minicpmv4_6": "`minicpmv4_6`'s processor does not count; its samples are compared",
 }
 """Why a family lacks a number."""
+
+FAMILY = """# Family {name}
+
+{what}
+
+| compared with transformers {version} | random cases, all equal |
+|---|--:|
+{rows}
+
+```bash
+packer build --dataset data.json --data-root images/ \\
+    --model path/to/folder --out packed/
+```
+
+`path/to/folder` is a folder of a model whose `config.json` has `"model_type": "{name}"`, or its Hub
+id. Without a build it is `BalancedLoader(dataset, model="path/to/folder")`.
+
+{engine}
+
+All families, and what each row of the table compares: [families of models](../families.md).
+What `model_inputs` makes for each: [models](../../load/models.md#families).
+"""
+"""A page of one family."""
+ROWS = {
+    "sizes": "sizes of images, counted",
+    "samples": "samples of up to four images and three answers: ids, labels, places of images",
+    "packs": "packs: loss and gradients of each sample alone",
+    "layers": "packs in the engine's layers",
+    "ranks": "packs in a pipeline of two ranks",
+}
 
 
 def main() -> int:
@@ -124,6 +158,36 @@ def _row(*cells: str | int | None) -> str:
         "-" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell for cell in cells
     ]
     return f"| {' | '.join(texts)} |\n"
+
+
+def family_pages() -> dict[str, str]:
+    """Family -> its own page as Markdown, for the site."""
+    found = results()
+    pages = {}
+    for name in sorted(set(found["sizes"]) | set(found["samples"])):
+        rule = found["rule"][name]
+        first = (VISION_RULES[rule].__doc__ or "").partition("\n")[0]
+        sentence = re.sub(
+            r"^[A-Z][\w.-]*( \d)?: ", "", first
+        )  # the family that the rule is named by
+        what = f"Exact, by a rule of our own, `{rule}`. {sentence[0].upper()}{sentence[1:]}"
+        pages[name] = _family_page(name, what, {kind: found[kind].get(name) for kind in ROWS})
+    for name in sorted(found["processor_sizes"]):
+        what = "Through the model's own processor of transformers (`pip install transformers`)."
+        numbers = {kind: found.get(f"processor_{kind}", {}).get(name) for kind in ROWS}
+        pages[name] = _family_page(name, what, numbers)
+    return pages
+
+
+def _family_page(name: str, what: str, numbers: dict[str, int | None]) -> str:
+    rows = "".join(_row(ROWS[kind], number) for kind, number in numbers.items() if number)
+    engine = (
+        "`python -m engine train` takes this family as a pipeline too."
+        if numbers["ranks"]
+        else "`python -m engine train` does not take this family."
+    )
+    version = results()["transformers"]
+    return FAMILY.format(name=name, what=what, version=version, rows=rows.rstrip(), engine=engine)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from ablation.stand_in import stand_ins
 from ablation.variants import Variant
 from isobatch.common.types import Counts, Groups, IntArray
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.loads import Loads, sample_loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
@@ -29,6 +28,7 @@ from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import Schedule, one_f_one_b
 from isobatch.engine.simulator.stages import StageCosts
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2

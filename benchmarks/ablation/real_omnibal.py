@@ -23,10 +23,10 @@ from ablation.shapes import SHAPES, Shape
 from ablation.variants import Variant
 from isobatch.common.types import Counts, Groups
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 
 SAMPLES, MICRO_BATCHES = 3_000, 8

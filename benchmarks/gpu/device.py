@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.cost_model.clusters import Cluster, load_cluster
+from isobatch.models.clusters import Cluster, load_cluster
 
 CLUSTERS = {
     "GH200": "gh200",

@@ -19,7 +19,6 @@ from gpu.layers import make_model
 from gpu.presets import gpu_part, one_of_each, rule_of, shapes_of
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import Cluster
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.layer_list import phases_of
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
@@ -33,6 +32,7 @@ from isobatch.engine.runtime.profiling.measure_layers import (
     MeasureOptions,
     measure_layers,
 )
+from isobatch.models.clusters import Cluster
 from isobatch.models.presets import ModelPreset
 
 TRAINING = Training(mode=TrainingMode(gradients="bf16"), kernels="fused")

@@ -15,10 +15,10 @@ import numpy as np
 
 from isobatch.balance.dispatching.all_to_all import CommVolumes, Permutation, comm_volumes
 from isobatch.common.types import IntArray
-from isobatch.engine.cost_model.clusters import NS_PER_S, Link
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.dispatching.dispatch import PHASES, DispatchPlan
+from isobatch.models.clusters import NS_PER_S, Link
 
 PhaseCost = Callable[[str, PhaseLoads], IntArray]
 """(phase, a batch per rank) -> forward and backward time of each rank, int64 ns, (ranks,)."""

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import Cluster, load_cluster
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.clusters import Cluster, load_cluster
 from isobatch.models.presets import load_model
 
 MICRO_BATCHES = 32

@@ -15,7 +15,6 @@ from isobatch.balance.metrics import dist_ratio, longest, pad_ratio
 from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.types import Counts, Groups, IntArray, Limits
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import Cluster
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
@@ -23,6 +22,7 @@ from isobatch.engine.cost_model.parallel import Training, reduction_ns
 from isobatch.engine.planning.search.branch_and_bound import search_exact
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.models.clusters import Cluster
 from isobatch.models.presets import load_model
 from papers.omnibal_models import IMAGES, SEQ_LEN, VIT_TOKENS, Pair
 

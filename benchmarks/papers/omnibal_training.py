@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.planning.partition import by_params
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from papers.datasets import anyres_samples, caption_samples, internvl_samples
 from papers.omnibal_models import IMAGES, INTERNVL, PAIRS, SEQ_LEN, TRAINING, a100, layers_of

@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
@@ -21,6 +20,7 @@ from isobatch.engine.dispatching.dispatch import (
     Examples,
     plan_dispatch,
 )
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import ModelPreset, load_model
 from papers.datasets import orchmllm_samples
 from papers.dispatch_times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times

@@ -11,12 +11,12 @@ import numpy as np
 
 from isobatch.common.types import Groups, IntArray
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.loads import Loads, packed_loads, sample_loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 from isobatch.engine.tuning.pack import pack_in_order
 from isobatch.engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
 from papers.page import Section, percent, table

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from isobatch.common.types import FloatArray, IntArray
-from isobatch.engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
 from isobatch.engine.cost_model.costs import COLUMNS, Costs
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import Loads
@@ -36,6 +35,7 @@ from isobatch.engine.cost_model.operations import (
     TokenStream,
 )
 from isobatch.engine.cost_model.parallel import Parallelism, Training
+from isobatch.models.clusters import NS_PER_S, NS_PER_US, Cluster, Link
 from isobatch.models.presets import ModelPreset
 
 ATTENTION_BACKWARD = 2.5

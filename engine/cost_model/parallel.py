@@ -8,8 +8,8 @@ import numpy as np
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
-from isobatch.engine.cost_model.clusters import NS_PER_S, Cluster, Link
 from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.clusters import NS_PER_S, Cluster, Link
 from isobatch.models.layer_bytes import Kernels
 from isobatch.models.presets import ModelPreset
 
@@ -48,7 +48,7 @@ class Parallelism:
     def stage_link(self, cluster: Cluster) -> Link:
         """The link between neighbouring stages; the slower one if only some share a node.
 
-        >>> from isobatch.engine.cost_model.clusters import load_cluster
+        >>> from isobatch.models.clusters import load_cluster
         >>> parallel = Parallelism(tp=2, pp=4, innermost="stages")
         >>> parallel.stage_link(load_cluster("a100_80g")).bytes_per_s / 1e9
         240.0

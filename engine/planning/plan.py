@@ -18,7 +18,6 @@ from isobatch.common.plain_values import parse_json, read_text
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.common.visible_text import shown
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import Cluster
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import PHASES, QUANTITIES, Loads
@@ -26,6 +25,7 @@ from isobatch.engine.cost_model.parallel import Parallelism, Training, head_note
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.simulator.schedule import SCHEDULES, Schedule, make_schedule
 from isobatch.engine.simulator.stages import check_partition
+from isobatch.models.clusters import Cluster
 from isobatch.models.presets import ModelPreset, model_from_dict, model_to_dict
 
 PLAN_VERSION = 3

@@ -11,9 +11,9 @@ found by bisection, and kind by kind the least with which the following kinds ca
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.schedule import PassKind, Schedule
@@ -98,7 +98,7 @@ def rank_order(schedule: Schedule, rank: int) -> ActionOrder:
     return ActionOrder(schedule.kinds[actions], stages, schedule.micro_batches[actions])
 
 
-@numba.njit(cache=True)
+@kernel
 def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyped-def]
     """Peak of a rank whose stages are the layers `starts[i]:ends[i]`; `recompute`: of all layers.
 
@@ -135,7 +135,7 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     return peak
 
 
-@numba.njit(cache=True)
+@kernel
 def _add_layer(layers, layer, live_bytes, stage):  # type: ignore[no-untyped-def]
     """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
@@ -154,7 +154,7 @@ def _add_layer(layers, layer, live_bytes, stage):  # type: ignore[no-untyped-def
         held[number] += deferred
 
 
-@numba.njit(cache=True)
+@kernel
 def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
     """Groups of equal layers, the largest group last: -> (layers, first of each group)."""
     # a key per stage and kind
@@ -185,13 +185,13 @@ def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
     return layers, firsts
 
 
-@numba.njit(cache=True)
+@kernel
 def _fits(rank, recompute):  # type: ignore[no-untyped-def]
     peak = peak_bytes(rank.layers, rank.order, rank.starts, rank.ends, recompute)
     return peak <= rank.memory_bytes
 
 
-@numba.njit(cache=True)
+@kernel
 def _set(groups, group, count):  # type: ignore[no-untyped-def]
     """Recompute the first `count` layers of a group, and no other of it."""
     groups.counts[group] = count
@@ -200,7 +200,7 @@ def _set(groups, group, count):  # type: ignore[no-untyped-def]
         groups.recompute[groups.members[at]] = at < first + count
 
 
-@numba.njit(cache=True)
+@kernel
 def _set_fewest(groups, rank, group):  # type: ignore[no-untyped-def]
     """Recompute as few layers of one group as fit; -> whether any number fits."""
     size = groups.firsts[group + 1] - groups.firsts[group]
@@ -216,7 +216,7 @@ def _set_fewest(groups, rank, group):  # type: ignore[no-untyped-def]
     return low <= size
 
 
-@numba.njit(cache=True)
+@kernel
 def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
     """Give the groups from `first` on the least numbers that fit, one after the other."""
     for group in range(first, len(groups.counts)):
@@ -225,7 +225,7 @@ def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
         _set_fewest(groups, rank, group)
 
 
-@numba.njit(cache=True)
+@kernel
 def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
     """One more of a group and none of those after it, under `best_ns`; -> that group, or -1.
 
@@ -244,7 +244,7 @@ def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
     return -1
 
 
-@numba.njit(cache=True)
+@kernel
 def minimal_choices(  # type: ignore[no-untyped-def]
     layers, order, starts, ends, memory_bytes, only_fastest
 ):
@@ -295,7 +295,7 @@ def minimal_choices(  # type: ignore[no-untyped-def]
     return masks, changed < 0
 
 
-@numba.njit(cache=True)
+@kernel
 def _minimal(counts):  # type: ignore[no-untyped-def]
     """The choices of which no other is a subset, each once."""
     keep = np.ones(len(counts), np.bool_)
@@ -307,7 +307,7 @@ def _minimal(counts):  # type: ignore[no-untyped-def]
     return counts[keep]
 
 
-@numba.njit(cache=True)
+@kernel
 def stage_peaks(layers, order, borders, recompute):  # type: ignore[no-untyped-def]
     """`peak_bytes` of a rank for each stage that it could have; `borders`: (stages, 2)."""
     peaks = np.empty(len(borders), np.int64)

@@ -7,9 +7,9 @@ discrete-event simulation in `tests/support/oracles` agrees to the last nanoseco
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import kernel
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import BoolArray, FloatArray, IntArray
 from isobatch.engine.simulator.program import Program
@@ -134,7 +134,7 @@ def _what_waits(program: Program, end_ns: IntArray) -> str:
     return f"schedule {schedule.name} deadlocks: {'; '.join(waiting)}"
 
 
-@numba.njit(cache=True)
+@kernel
 def run(  # type: ignore[no-untyped-def]
     rank_offsets, duration, edge_offsets, edge_targets, edge_ns
 ):
@@ -187,7 +187,7 @@ def run(  # type: ignore[no-untyped-def]
     return start, end, done
 
 
-@numba.njit(cache=True)
+@kernel
 def send(rank_offsets, end, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
     """When the result of each edge arrives, as in `run`."""
     num_ranks = len(rank_offsets) - 1

@@ -17,6 +17,13 @@ from isobatch.engine.train.step_source import SourceStep
 from isobatch.engine.tuning.step_planner import StepNote
 
 MIB = 2**20
+LOGGED = {
+    "loss": "loss",
+    "waiting": "waiting_pipeline",
+    "passes_s": "passes_s",
+    "peak_mib": "peak_mib",
+}
+"""Figure of a step that only the trainer knows -> its name in a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,10 @@ class TrainConfig(RunConfig):
     save_every: Annotated[int, _help("Steps between two saves.", min_value=1)] = 10
     export: Annotated[Path | None, _help("Folder for the trained model of transformers.")] = None
     figures: Annotated[Path | None, _help("File for each step's figures, lines of JSON.")] = None
+    log_to: Annotated[
+        str | None,
+        _help("tensorboard, wandb, mlflow or trackio, as of a loader (docs/load/metrics.md)."),
+    ] = None
     trace: Annotated[Path | None, _help("File for the last step, for ui.perfetto.dev.")] = None
 
     def __post_init__(self) -> None:

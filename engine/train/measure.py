@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from isobatch.common.errors import ConfigError, DataError
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.layer_list import phases_of
 from isobatch.engine.cost_model.loads import largest_micro_batch
 from isobatch.engine.cost_model.parallel import Parallelism, Training
@@ -34,6 +33,7 @@ from isobatch.engine.train.config import MeasureConfig
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.models.open_model import open_model
 from isobatch.engine.train.step_source import OpenSource, StepSource, source_options
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import ModelPreset
 
 MOST_STEPS = 17

@@ -3,7 +3,7 @@
 `engine` imports no loader: `engine.train.cli` passes in the class of one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -45,6 +45,9 @@ class StepSource(Protocol):
 
     def stats(self) -> Any:
         """Figures so far, with the fields of `loaders.LoaderStats`."""
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """Write the trainer's figures of its last step where the source logs its own."""
 
     def state_dict(self) -> dict[str, Any]:
         """Position, the same on all ranks."""

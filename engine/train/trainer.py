@@ -24,7 +24,12 @@ from isobatch.engine.runtime.errors import GradientNotFinite, LossNotFinite
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_executor import StepResult
 from isobatch.engine.train._adaptation import RecomputeAdapter
-from isobatch.engine.train._step_report import StepMeasurement, gather_figures, report_step
+from isobatch.engine.train._step_report import (
+    LOGGED,
+    StepMeasurement,
+    gather_figures,
+    report_step,
+)
 from isobatch.engine.train.config import TrainConfig
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.layout import (
@@ -78,7 +83,8 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
     pipelines = make_replicas(dist.get_world_size(), dp, plan)
     options = source_options(config, pipelines, num_micro_batches(config, plan))
-    options |= {name: getattr(config, name) for name in ("loss_normalizer", "loss_weights")}
+    names = "loss_normalizer", "loss_weights", "log_to"
+    options |= {name: getattr(config, name) for name in names}
     source = open_source(config.build, **options)
     model = _open_model(config, plan, source, len(pipelines[0]))
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
@@ -169,6 +175,7 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
             figures = gather_figures(measurement, run.num_ranks)
             if is_first_rank():
                 report_step(figures, config.figures)
+                run.source.log({LOGGED[name]: figures[name] for name in LOGGED})
         before = after
         run.step += 1
         stops = any_rank(stop.is_noted)

@@ -8,9 +8,9 @@ clusters and, on steps small enough to try all orders, nearly always the best on
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import free_kernel, kernel
 from isobatch.common.types import IntArray
 from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.tuning.order_times import NEVER, OrderProblem, fits, run_order, times_of_orders
@@ -78,7 +78,7 @@ def lower_bound(problem: OrderProblem) -> int:
 
 
 # training continues while a thread that works ahead searches
-@numba.njit(cache=True, nogil=True)
+@free_kernel
 def _climb(kernel, order, scratch, limits):  # type: ignore[no-untyped-def]
     """Improve `order` in place; -> (its step time, orders simulated).
 
@@ -103,7 +103,7 @@ def _climb(kernel, order, scratch, limits):  # type: ignore[no-untyped-def]
     return best_ns, tried
 
 
-@numba.njit(cache=True)
+@kernel
 def _change(order, here, there, exchanges, changed):  # type: ignore[no-untyped-def]
     """Set `changed` to `order` with two micro-batches exchanged, or one moved to `there`."""
     changed[:] = order

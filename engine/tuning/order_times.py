@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Self
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import free_kernel, kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.simulator.evaluate import bytes_by_kind
 from isobatch.engine.simulator.program import make_program
@@ -208,7 +208,7 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
 
 
 # training continues while a thread that works ahead tunes a step
-@numba.njit(cache=True, nogil=True)
+@free_kernel
 def _times(kernel, orders, scratch):  # type: ignore[no-untyped-def]
     actions, times, memory, ahead = kernel
     steps = np.empty(len(orders), np.int64)
@@ -219,7 +219,7 @@ def _times(kernel, orders, scratch):  # type: ignore[no-untyped-def]
     return steps
 
 
-@numba.njit(cache=True)
+@kernel
 def fits(actions, memory, order, live):  # type: ignore[no-untyped-def]
     """Whether an order fits into every rank's memory; `live`: scratch memory, (ranks,)."""
     if memory.limit == NEVER:
@@ -236,7 +236,7 @@ def fits(actions, memory, order, live):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(cache=True)
+@kernel
 def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped-def]
     """Step time of an order; sets the scratch's `gap_before` and `begins` for encodings ahead."""
     now, free, arrivals = scratch.now, scratch.free, scratch.arrivals
@@ -272,7 +272,7 @@ def run_order(actions, times, ahead, order, scratch):  # type: ignore[no-untyped
     return now.max()
 
 
-@numba.njit(cache=True)
+@kernel
 def _shortest(encode_ns):  # type: ignore[no-untyped-def]
     """The shortest encoding: shorter gaps are of no use."""
     shortest = NEVER
@@ -282,7 +282,7 @@ def _shortest(encode_ns):  # type: ignore[no-untyped-def]
     return shortest
 
 
-@numba.njit(cache=True)
+@kernel
 def _encode(ahead, number, now, num_gaps, num_entered, scratch):  # type: ignore[no-untyped-def]
     """Put the encoding of a micro-batch that enters at `now` into a gap; -> when features arrive.
 

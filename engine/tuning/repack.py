@@ -12,10 +12,10 @@ FLOPs or time, with attention by its own length (`models.flops` gives them).
 from collections.abc import Iterator
 from itertools import permutations
 
-import numba
 import numpy as np
 
 from isobatch.balance.dispatching.post_balancing import as_batches
+from isobatch.balance.kernels import kernel
 from isobatch.common.types import FloatArray, Groups, IntArray
 
 Costs = IntArray | FloatArray
@@ -110,7 +110,7 @@ def _unevenness(costs: FloatArray, batches: IntArray, num_batches: int) -> float
     return float(np.bincount(batches, costs).max()) * num_batches
 
 
-@numba.njit(cache=True)
+@kernel
 def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyped-def]
     """Place the samples of `order`, from `num_batches` micro-batches; -> (batches, how many)."""
     batches = np.empty(len(order), np.int64)
@@ -131,7 +131,7 @@ def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyp
     return batches, num_batches
 
 
-@numba.njit(cache=True)
+@kernel
 def _split(values, weights, num_clusters):  # type: ignore[no-untyped-def]
     """Cluster of each ascending value: consecutive, with the least sum of squared distances."""
     num_values = len(values)

@@ -4,14 +4,29 @@ For the kernels of `balance.grouping`. NumPy's stable argsort takes n log n step
 number; this a pass per digit, and 4 bytes below 2^31 numbers. Pure.
 """
 
-import numba
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
+
+from isobatch.balance.kernels import kernel
+from isobatch.common.types import IntArray
 
 DIGIT_BITS = 11
 """Bits of one pass: 2,048 places to write to stay in the first-level cache."""
+FEW = 1 << 13
+"""Numbers that NumPy sorts about as fast, so that small sets compile no kernel."""
 
 
-@numba.njit(cache=True)
+def sort_by(keys: NDArray[np.unsignedinteger[Any]]) -> IntArray:
+    """Places of the keys from the smallest to the largest, stable; fewer than 2^31 keys."""
+    if len(keys) <= FEW:
+        return np.argsort(keys, kind="stable")
+    order: IntArray = counting_sort(np.arange(len(keys), dtype=np.int32), keys)
+    return order
+
+
+@kernel
 def counting_sort(order, keys):  # type: ignore[no-untyped-def]
     """`order` sorted by one digit of its keys after the other, lowest first; overwrites `order`."""
     here, there = order, np.empty_like(order)

@@ -1,18 +1,26 @@
 """Options, error lines and exit statuses that `packer` and `engine` share.
 
-Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted by Ctrl-C,
-143 ended by SIGTERM.
+Every program here has the exit statuses of `EXIT_STATUSES`; docs/reference/command_line.md has them
+and the log for machines.
 """
 
+import ast
+import json
+import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
+from itertools import pairwise
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from types import GenericAlias
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
@@ -28,6 +36,15 @@ from isobatch.common.visible_text import visible_line
 DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 """Exit statuses; the last two, by the shells' convention, of what Ctrl-C and SIGTERM stopped."""
 
+EXIT_STATUSES = {
+    DONE: "done",
+    FAILED: "the data, the build or the machine is at fault",
+    WRONG_CALL: "the call or its config is wrong",
+    INTERRUPTED: "stopped by Ctrl-C",
+    TERMINATED: "stopped by SIGTERM",
+}
+"""Exit status -> what it means, for `--help` and the docs."""
+
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
 
@@ -35,6 +52,13 @@ ConfigOption = Annotated[
     Path | None, typer.Option(help="TOML file with any of these options, and the rarer ones.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+LOG_KINDS = ("text", "json")
+LogOption = Annotated[
+    str,
+    typer.Option(
+        "--log", help="Progress and messages: text, or json, an object a line, for programs."
+    ),
+]
 
 Config = TypeVar("Config")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -45,7 +69,14 @@ def new_app(name: str, text: str) -> typer.Typer:
 
     Its commands are registered on it.
     """
-    app = typer.Typer(name=name, help=text, pretty_exceptions_enable=False, rich_markup_mode=None)
+    statuses = ", ".join(f"{status} {meaning}" for status, meaning in EXIT_STATUSES.items())
+    app = typer.Typer(
+        name=name,
+        help=text,
+        epilog=f"Exit status: {statuses}.",
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
 
     @app.callback(invoke_without_command=True)
     def front(
@@ -58,6 +89,35 @@ def new_app(name: str, text: str) -> typer.Typer:
             print_line(context.get_help())
 
     return app
+
+
+def run_module(module: str) -> None:
+    """Run the call in `sys.argv` by `main` of a module that makes an `app`.
+
+    The module is loaded for its commands only. Help, the version, completion and wrong calls take
+    the list of commands, which is read from its source: functions after `@app.command()`.
+    """
+    source = cast(ModuleSpec, find_spec(module)).origin
+    body = ast.parse(Path(str(source)).read_text("utf-8")).body
+    calls = [node.value for node in body if isinstance(node, ast.Assign)]
+    front = next(node for node in calls if ast.unparse(node).startswith("new_app("))
+    name, text = map(ast.literal_eval, cast(ast.Call, front).args)
+    app = new_app(name, text)
+    commands = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(line) == "app.command()" for line in node.decorator_list)
+    ]
+    # typer gets the words from the shell that asks for completions
+    words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    word = (sys.argv[1:2] or words.split()[1:2] or [""])[0]
+    if word in {command.name for command in commands}:
+        import_module(module).main()
+        return
+    for command in commands:
+        app.command(command.name, help=ast.get_docstring(command))(lambda: None)
+    run_app(app, name)
 
 
 def with_options(kind: type, *names: str) -> Callable[[Command], Command]:
@@ -87,6 +147,29 @@ def with_options(kind: type, *names: str) -> Callable[[Command], Command]:
     return decorate
 
 
+def with_log(command: Command) -> Command:
+    """Give a command the option `--log`, which `run_app` has obeyed already."""
+    accepted = signature(command, eval_str=True)
+    option = Parameter("log", Parameter.KEYWORD_ONLY, default="text", annotation=LogOption)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        if values.pop("log") not in LOG_KINDS:
+            raise ConfigError(f"--log: give {' or '.join(LOG_KINDS)}")
+        command(**values)
+
+    run.__signature__ = Signature([*accepted.parameters.values(), option])  # type: ignore[attr-defined]
+    return cast(Command, run)
+
+
+def print_result(values: dict[str, Any], *, as_json: bool) -> bool:
+    """Log a result, print it where JSON is asked for; -> whether people still wait for words."""
+    messages.event("result", result=values)
+    if as_json:
+        print(json.dumps(values))
+    return not as_json
+
+
 def _annotation(name: str, kind: Any, option: Option) -> Any:
     """The annotation that typer needs for an option that may be left out."""
     if get_origin(kind) is Literal:
@@ -109,6 +192,9 @@ def read_config(kind: type[Config], context: typer.Context, *, command: str) -> 
 def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
     """Run the call in `sys.argv`: an error of the user is one line and an exit status."""
     signals = StopSignals()
+    begun = perf_counter()
+    # before the call is read: the line that says what is wrong with it is an event too
+    messages.is_log = "--log=json" in sys.argv or ("--log", "json") in pairwise(sys.argv)
     try:
         try:
             signals.begin()
@@ -130,6 +216,7 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
         message, status = stopped, TERMINATED if is_term else INTERRUPTED
     if status != DONE:
         print_error(message)
+    messages.event("end", status=status, seconds=round(perf_counter() - begun, 3))
     signals.end(has_line=status != DONE)  # a second signal ends the cleaning up at once
     if status != DONE:
         sys.exit(status)
@@ -169,6 +256,9 @@ def fail(message: str, status: int) -> NoReturn:
 def print_error(message: str) -> None:
     """Print one error line."""
     text = escape(visible_line(message))
+    if messages.is_log:
+        messages.event("error", text=message)
+        return
     messages.print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
 
 

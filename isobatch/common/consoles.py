@@ -5,6 +5,7 @@ characters as escapes (`visible_text`), the colours are rich's own. Markup is th
 text inside of it goes through `foreign`, since rich drops some control characters.
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
+from rich.text import Text
 
 from isobatch.common.visible_text import visible, visible_line
 
@@ -21,10 +23,28 @@ PIPE_WIDTH = 10_000
 
 
 class SafeConsole(Console):
-    """A console of rich that shows control characters as escapes; `:names:` are no pictures."""
+    """A console of rich that shows control characters as escapes; `:names:` are no pictures.
+
+    With `is_log` it prints for machines: each line is a JSON object, `{"event": ..., ...}`.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, **options)
+        self.is_log = False
+
+    def print(self, *texts: Any, **options: Any) -> None:
+        """Print for people; in a log, the events `note` with the same texts."""
+        if not self.is_log:
+            super().print(*texts, **options)
+        for text in texts if self.is_log else ():
+            has_markup = options.get("markup", True)
+            self.event("note", text=Text.from_markup(text).plain if has_markup else text)
+
+    def event(self, name: str, **values: Any) -> None:
+        """Write one line of a log; nothing if this is none."""
+        if self.is_log and not self.quiet:
+            self.file.write(json.dumps({"event": name, **values}, default=str) + "\n")
+            self.file.flush()
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

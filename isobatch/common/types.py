@@ -125,7 +125,7 @@ class Limits:
     @property
     def unit(self) -> str:
         """The vision unit in words."""
-        return self.vision_unit.replace("_", " ")
+        return self.vision_unit.replace("_", " ").replace("vit", "ViT")
 
     def vision_load(self, counts: Counts) -> IntArray:
         """The column of `counts` that `max_vision` caps."""

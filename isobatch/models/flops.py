@@ -127,17 +127,20 @@ class FlopsModel:
             vit_tokens=counts.num_vit_tokens,
             vit_squares=self.vit.mean_squares(counts.num_vit_tokens, squares),
             llm_tokens=counts.seq_len,
-            llm_squares=self.llm.mean_squares(counts.seq_len, np.square(counts.seq_len)),
+            llm_squares=self.attention(counts.seq_len),
         )
+
+    def attention(self, lengths: IntArray) -> IntArray:
+        """`llm_squares` of samples of such lengths, int64, same shape."""
+        return self.llm.mean_squares(lengths, np.square(lengths))
 
     def attention_tokens(self, lengths: IntArray) -> IntArray:
         """Attention of the LLM in samples of such lengths, as tokens that cost as much without it.
 
         int64, same shape.
         """
-        squares = self.llm.mean_squares(lengths, np.square(lengths))
         equal = self.llm_flops_per_token // max(1, self.llm_flops_per_square)
-        return squares // min(max(1, equal), MOST_INTEGER)
+        return self.attention(lengths) // min(max(1, equal), MOST_INTEGER)
 
     def vit_flops(self, load: ComputeLoad) -> FloatArray:
         """Forward FLOPs of encoder and projector, float64, an entry per entry of `load`."""

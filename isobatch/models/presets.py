@@ -1,7 +1,7 @@
 """Presets of models and datasets: all that decides what a sample costs.
 
 Frozen dataclasses, read from `configs/` or from a user's TOML file by `common.config`. Presets of
-clusters are `engine.cost_model.clusters`.
+clusters are `models.clusters`.
 """
 
 from collections import Counter

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,8 +28,15 @@ class FileInfo:
 
 
 def _open_now(path: str, flags: int = 0) -> int:
-    """Open without waiting: a pipe in place of an image would stop a build for ever."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    """Open without waiting: a pipe in place of an image would stop a build for ever.
+
+    So would a device without an end, such as /dev/zero; it is refused.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENODEV, "a device, not a file", path)
+    return descriptor
 
 
 class LocalFolder:

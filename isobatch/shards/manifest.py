@@ -91,7 +91,7 @@ class BuildFile:
     def from_json(cls, entry: dict[str, Any]) -> "BuildFile":
         """The file of an entry of the manifest."""
         return cls(
-            name=_of_type(entry, "name", str),
+            name=_path_inside(entry, "name"),
             size=_of_type(entry, "size", int),
             checksum=_of_type(entry, "xxh3_128", str),
             batches=tuple(map(BatchRange.from_json, entry.get("batches", ()))),
@@ -175,6 +175,14 @@ def _of_type(table: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{key} is {value}")
     return value
+
+
+def _path_inside(table: Mapping[str, Any], key: str) -> str:
+    """A path under the build; ValueError if it leads out of it."""
+    path = _of_type(table, key, str)
+    if path.startswith("/") or ".." in path.split("/") or "\0" in path:
+        raise ValueError(f"{key} {shown(path)} is not in the build")
+    return path
 
 
 def hash_json(value: Any) -> str:
@@ -277,7 +285,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
     where = f"{join(place, MANIFEST_NAME)}: not a manifest of Isobatch: limits"
     tokenizer = _of_type(values, "tokenizer", dict)
     totals = _of_type(values, "totals", dict)
-    for name in {"num_groups", "num_packed", *totals}:
+    for name in {"num_groups", "num_packed", "num_rejected", *totals}:
         _of_type(totals, name, int)
     ids = [key for key in ("audio_token_id", "video_token_id") if tokenizer.get(key) is not None]
     for key in ("image_token_id", "vocab_size", *ids):
@@ -301,8 +309,8 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         num_packed=totals["num_packed"],
         shards=tuple(map(BuildFile.from_json, values["shards"])),
         files=tuple(map(BuildFile.from_json, values["files"])),
-        tables=_of_type({"tables": ""} | values, "tables", str),
-        data_root=values.get("data_root"),
+        tables=_path_inside({"tables": ""} | values, "tables"),
+        data_root=None if values.get("data_root") is None else _of_type(values, "data_root", str),
         image_token_id=tokenizer["image_token_id"],
         audio_token_id=tokenizer.get("audio_token_id"),
         video_token_id=tokenizer.get("video_token_id"),

@@ -83,7 +83,7 @@ def _reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         what = "is it the output of `packer build` or `packer group`?"
         raise DataError(f"no {path.name} in {path.parent}: {what}") from None
-    except (pa.ArrowException, OSError) as error:  # the file's own damage, or the disk's
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # its damage, or the disk's
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
 
 
@@ -120,13 +120,14 @@ def groups_table(groups: Groups, counts: Counts) -> pa.Table:
 
 
 def read_groups(table: pa.Table) -> Groups:
-    """The groups of a groups table: the inverse of `groups_table`."""
+    """The groups of a groups table: the inverse of `groups_table`. DataError if it is damaged."""
     rows = [chunk.flatten().to_numpy() for chunk in table.column("samples").chunks]
+    samples = np.concatenate([np.empty(0, np.int64), *rows])
     sizes = table.column("num_samples").to_numpy()
-    return Groups(
-        np.concatenate([np.empty(0, np.int64), *rows]),
-        np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
-    )
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    if offsets[-1] != len(samples) or min(sizes, default=0) < 0:
+        raise DataError(f"{GROUPS_NAME}: damaged: its groups list other samples; build again")
+    return Groups(samples, offsets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 A module of its own: numba's runtime takes .5 s and 100 MB to load, and no other model needs it.
 """
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from isobatch.balance.kernels import free_kernel
 from isobatch.loaders.decode.resize import Pixels, check_grid
 
 Floats = NDArray[np.float32]
@@ -22,7 +22,7 @@ def patchify_planes(pixels: Pixels, patches: NDArray[np.uint8], merge_size: int)
     _patchify_planes(np.ascontiguousarray(pixels), patches, merge_size)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+@free_kernel
 def _patchify_planes(pixels: Pixels, patches: NDArray[np.uint8], merge_size: int) -> None:
     side = patches.shape[-1]
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
@@ -37,7 +37,7 @@ def _patchify_planes(pixels: Pixels, patches: NDArray[np.uint8], merge_size: int
                         patches[place, channel, y, x] = line[column * side + x, channel]
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+@free_kernel
 def normalize_planes(
     pixels: NDArray[np.uint8], scale: Floats, shift: Floats, normalized: Floats
 ) -> None:

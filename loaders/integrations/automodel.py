@@ -122,7 +122,7 @@ class BalancedDataloaderConfig(VlmDataloaderConfig):  # type: ignore[misc]
             processor = self.processor_config.build(pretrained_model_name_or_path=name)
         config = self.model_config
         if config is None:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         # outside of that context, in which ranks wait for the first: loaders wait for each other
         loader = self.dataset_config.build(rank=dp_rank, world_size=dp_world_size)
         _check_loader(loader, alignment)

@@ -8,6 +8,7 @@ its micro-batches go through Trainer's gradient accumulation, the loss is divide
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from isobatch.loaders.integrations._trainer_args import (
 )
 from isobatch.loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
 from isobatch.loaders.integrations.torch_dataset import Step
+from isobatch.loaders.metrics import MetricsWindow
 from isobatch.loaders.step_builder import StepBatches
 from isobatch.loaders.step_stream import StepStream
 
@@ -115,6 +117,7 @@ class BalancedMixin(_Base):
         if to_inputs is None and logits_of(self, logits, BalancedMixin) == "labelled":
             self._to_inputs = lambda batch: model_inputs(batch, whole, logits="labelled")
         self._train_steps: TrainSteps | None = None
+        self._window: MetricsWindow | None = None
         self._num_own_tokens = 0
         self._weights_left_out = False
 
@@ -122,6 +125,16 @@ class BalancedMixin(_Base):
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
         self._train_steps = TrainSteps(self.loader, self.args, lambda: self.state)
         self._num_samples = 0
+        self._window = None
+        if self.args.report_to and self.is_world_process_zero():
+            if self.args.dataloader_num_workers:
+                warnings.warn(
+                    "the loader's figures are not reported: it runs in a worker; give"
+                    " dataloader_num_workers=0, it decodes in threads",
+                    stacklevel=2,
+                )
+            else:
+                self._window = self.loader.metrics_window()
         return self._train_steps
 
     def set_initial_training_values(self, *args: Any) -> Any:
@@ -233,7 +246,12 @@ class BalancedMixin(_Base):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """As the trainer's, with our samples and tokens: it counts micro-batches and rows."""
+        """As the trainer's, with our samples and tokens: it counts micro-batches and rows.
+
+        What `report_to` names also gets the loader's figures.
+        """
+        if "loss" in logs and self._window is not None:
+            logs |= self._window.take()
         if "train_samples_per_second" in logs:
             logs["train_samples_per_second"] = round(self._num_samples / logs["train_runtime"], 3)
         metrics = getattr(self, "_metrics", None) if hasattr(self, "_total_train_tokens") else None

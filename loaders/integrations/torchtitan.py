@@ -77,7 +77,7 @@ class BalancedDataLoader(BaseDataLoader):  # type: ignore[misc]
                 f"micro_batches_per_step is {per_step}; use a multiple of local_batch_size, "
                 f"{local_batch_size}"
             )
-        self.model_config = AutoConfig.from_pretrained(config.model)
+        self.model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
         self.loader: StreamingLoader | BalancedLoader
         if config.records is None:
             self.loader = StreamingLoader(config.dataset_path, **options)

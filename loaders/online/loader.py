@@ -81,6 +81,7 @@ class BalancedLoader(StepStream):
         peers = config.peers()
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._config = replace(alone, dp_rank=rank, dp_world_size=size)
+        self._is_first = config.is_first()
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
         exchange = RankExchange(peers, config.rank_timeout_s) if len(peers) > 1 else None
         self._awaited = exchange or Awaited()
@@ -280,6 +281,10 @@ class BalancedLoader(StepStream):
     def explained(self) -> list[str]:
         """How the caps were chosen, in lines; none if both were given, or before the first step."""
         return self._lengths.explained
+
+    @property
+    def _num_rejected(self) -> int:
+        return len(self._lengths.rejected)
 
     @property
     def rejected(self) -> list[RejectedSample]:

@@ -21,13 +21,19 @@ from numpy.typing import NDArray
 from isobatch.balance.loss_weights import LossWeights, sample_weights
 from isobatch.balance.order.step_order import GlobalShuffle, GroupOrder
 from isobatch.common.background import in_background
+from isobatch.common.errors import ConfigError
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, Groups, IntArray
 from isobatch.loaders.steps.selection import GroupSlice, SampleRefs, Selection, whole_groups
 from isobatch.loaders.steps.source import GroupSource, GroupTable
+from isobatch.models.flops import FlopsModel
 from isobatch.shards.index import CHUNK, PADDING, GroupIndex
 from isobatch.shards.manifest import Manifest
 from isobatch.shards.tables import SampleTable
 
+ATTENTION = "llm_squares"
+"""Column of the LLM's attention (`ComputeLoad`), which is computed when it is first asked for."""
+MOST_COUNTED = 1 << 24
+"""Samples of a build up to which it is computed: their counts take 28 bytes each."""
 KEPT_LOAD = 0.9
 """Share of its tokens and vision load with which a group stays as it is stored. Groups that lose
 more are packed again: together they would cost as many micro-batches as before.
@@ -78,6 +84,18 @@ class BuildTable:
         """`builds` by their numbers among the loader's builds."""
         self._builds = builds
 
+    @property
+    def max_seq_len(self) -> IntArray:
+        """Cap of the LLM tokens of a group, by the number of its build."""
+        return np.array([build.manifest.limits.max_seq_len for build in self._builds.values()])
+
+    def require_counts(self) -> None:
+        """ConfigError or DataError if `column` cannot give `llm_squares`."""
+        for build in self._builds.values():
+            if (number := build.manifest.num_packed) > MOST_COUNTED:
+                raise ConfigError(f"the build's {number:,} samples are too many to read them all")
+            _ = build.samples
+
     def sample_column(self, name: str, refs: SampleRefs) -> IntArray:
         """A column of `Counts` of samples, int64."""
         values = np.empty(len(refs.places), np.int64)
@@ -101,10 +119,16 @@ class StoredGroups(BuildTable):
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column of the index for `groups`, int64, same shape."""
+        if name == ATTENTION:
+            return self._attention[groups]
         index, values = self._build.index, self._build.index.column(name, groups)
         if name == "num_text_tokens" and self._build.manifest.limits.pad_each_to > 1:
             values += index.column(PADDING, groups)
         return values
+
+    @cached_property
+    def _attention(self) -> IntArray:
+        return self._build.samples.groups.sum(_padded_column(self._build, ATTENTION))
 
     def selections(self, groups: IntArray) -> list[Selection]:
         """The whole groups."""
@@ -151,7 +175,7 @@ class SampleGroups(BuildTable):
         self._tables, self._groups, self._number = tables, groups, number
         self._firsts = np.cumsum([0, *(int(table.offsets[-1]) for table in tables)])
         # int32, as in an index
-        self._sums = {
+        self._sums: dict[str, NDArray[np.integer[Any]]] = {
             name: groups.sum(self._values(name)).astype(np.int32) for name in COUNT_COLUMNS
         }
         self._sums["num_samples"] = groups.sizes.astype(np.int32)
@@ -161,6 +185,8 @@ class SampleGroups(BuildTable):
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Sums over the groups' samples, int64, same shape as `groups`."""
+        if name == ATTENTION and name not in self._sums:
+            self._sums[name] = self._groups.sum(self._values(name))
         return self._sums[name][groups].astype(np.int64)
 
     def selections(self, groups: IntArray) -> list[Selection]:
@@ -194,7 +220,7 @@ class SampleGroups(BuildTable):
         labels = self._values("num_loss_tokens")
         return _sum_weights(labels[self._groups.samples].astype(np.int64), weights)
 
-    def _values(self, name: str) -> NDArray[np.int32]:
+    def _values(self, name: str) -> NDArray[np.integer[Any]]:
         """A column of all samples."""
         parts = [_padded_column(build, name) for build in self._builds.values()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -415,8 +441,13 @@ def _loads(build: PlannedBuild) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return columns[f"num_{build.manifest.model.vision_unit}"], np.asarray(tokens)
 
 
-def _padded_column(build: PlannedBuild, name: str) -> NDArray[np.int32]:
-    """A column of `Counts` of all samples, padding (`Limits.pad_each_to`) counted as text."""
+def _padded_column(build: PlannedBuild, name: str) -> NDArray[np.integer[Any]]:
+    """A column of `Counts` or ATTENTION of all samples.
+
+    Padding (`Limits.pad_each_to`) is counted as text.
+    """
+    if name == ATTENTION:
+        return FlopsModel.of(build.manifest.model).attention(_loads(build)[1].astype(np.int64))
     table, multiple = build.samples, build.manifest.limits.pad_each_to
     if name != "num_text_tokens" or multiple == 1:
         return table.columns[name]

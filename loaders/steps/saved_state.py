@@ -11,6 +11,8 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.visible_text import shown
 
 STATE_VERSION = 3
+NOTHING_DONE = {"steps": 0, "tokens": 0}
+"""What states of earlier versions say of the training so far."""
 _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
     "dataset": "give the loader the dataset, model and tokenizer of the run that saved it",
@@ -24,7 +26,7 @@ _REFUSALS = {
 }
 """Key of a state -> why one with another value is refused."""
 
-_EARLIER_ORDERS = {("random", "alike"), ("random", "mixed"), ("windows", "windows by source")}
+_EARLIER_ORDERS = ("random", "alike"), ("random", "mixed"), ("windows", "windows by source")
 """Names of orders in states of earlier versions, and of what they are now."""
 _NUMBERS = ("consumed", "given", "passed", "step", "began", "length", "ranks")
 _LISTS = ("spare", "carried", "owners", "taken")
@@ -87,7 +89,8 @@ def _check_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
         kinds = "BalancedLoader", "StreamingLoader"
         its, mine = kinds if "dataset" in state else kinds[::-1]
         raise ConfigError(f"state is of a {its}, and this is a {mine}; give it to one of its kind")
-    keys, state, expected = sorted(state), {"samples": None, **state}, {"samples": None, **expected}
+    keys, expected = sorted(state), {"samples": None, **expected}
+    state = {"samples": None, "done": NOTHING_DONE, **state}
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != expected[key]:
             raise ConfigError(
@@ -99,6 +102,9 @@ def _check_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
         )
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")
+    done = state["done"]
+    if not (isinstance(done, dict) and all(type(done.get(of)) is int for of in NOTHING_DONE)):
+        raise ConfigError(f"state has done {done!r:.200}; give what `state_dict()` returned")
     for key, value in (state["stream"] or {}).items():
         numbers = value if key in _LISTS and isinstance(value, list) else [value]
         if key in (*_NUMBERS, *_LISTS) and not all(type(n) is int for n in numbers):

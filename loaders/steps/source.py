@@ -22,8 +22,16 @@ class GroupTable(Protocol):
     def __len__(self) -> int:
         """Number of groups; an estimate while it grows."""
 
+    @property
+    def max_seq_len(self) -> IntArray:
+        """Cap of the LLM tokens of a group, by the number of its build."""
+
+    def require_counts(self) -> None:
+        """ConfigError or DataError if `column` cannot give `llm_squares`."""
+        return
+
     def column(self, name: str, groups: IntArray) -> IntArray:
-        """Sums of `num_samples` or a column of `Counts` over `groups`, int64, same shape."""
+        """Sums of `num_samples`, a column of `Counts` or `llm_squares` over `groups`, int64."""
 
     def selections(self, groups: IntArray) -> list[Selection]:
         """What to read for each of the groups."""

@@ -22,6 +22,8 @@ class StepTotals(NamedTuple):
     num_samples: int
     loss_normalizer: float
     """What `MicroBatch.loss_normalizer` says."""
+    num_tokens: int = 0
+    """LLM tokens, padding included."""
 
 
 class StepFigures(NamedTuple):
@@ -45,6 +47,10 @@ class StepFigures(NamedTuple):
     llm_tokens: IntArray
     complete: NDArray[np.bool_]
     """Shape (steps, rounds): whether every rank had a group; False only at an epoch's end."""
+    room: IntArray
+    """LLM tokens that the groups of each step may have together, (steps,)."""
+    llm_squares: IntArray | None = None
+    """The LLM's attention (`ComputeLoad.llm_squares`), as `llm_tokens`; None if nobody asks."""
 
     def part(self, first: int, last: int) -> "StepFigures":
         """Those of the steps `first` to `last`, with it."""
@@ -61,6 +67,8 @@ class StepFigures(NamedTuple):
             vit_tokens=self.vit_tokens[steps],
             llm_tokens=self.llm_tokens[steps],
             complete=self.complete[steps],
+            room=self.room[steps],
+            llm_squares=None if self.llm_squares is None else self.llm_squares[steps],
         )
 
 

@@ -25,9 +25,10 @@ from isobatch.balance.steps.step_planner import (
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import COUNT_COLUMNS, IntArray
 from isobatch.loaders.steps.loss_normalizer import StepNormalizer
-from isobatch.loaders.steps.saved_state import STATE_VERSION, checked_state
+from isobatch.loaders.steps.saved_state import NOTHING_DONE, STATE_VERSION, checked_state
 from isobatch.loaders.steps.source import GroupSource, GroupTable, sample_counts
 from isobatch.loaders.steps.step_plan import StepFigures, StepPlan, StepTotals
+from isobatch.models.flops import FlopsModel
 
 Remainder = Literal["pad", "drop", "split"]
 
@@ -61,6 +62,12 @@ class Steps:
     """Where this epoch began here: at its start, or where a state said."""
     _num_used: int
     """Samples of the steps given since then, on all ranks."""
+    num_steps = 0
+    """Steps of the training so far, those before a resume included."""
+    num_tokens = 0
+    """LLM tokens of these steps on all ranks, padding included."""
+    _flops: FlopsModel | None = None
+    """Model by which figures have attention, if somebody asks for it."""
 
     def __init__(
         self, source: GroupSource[Any], config: StepConfig, planner: StepPlanner | None = None
@@ -126,6 +133,7 @@ class Steps:
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),
+            "done": {"steps": self.num_steps, "tokens": self.num_tokens},
             **self._source.identity,
         }
 
@@ -151,6 +159,14 @@ class Steps:
             self._start(state["epoch"], state["stream"])
         except (TypeError, ValueError) as error:
             raise ConfigError(f"state of another stream: {error}") from None
+        done = state.get("done", NOTHING_DONE)
+        self.num_steps, self.num_tokens = done["steps"], done["tokens"]
+
+    def watch_attention(self) -> None:
+        """Let figures have attention from now on; ConfigError or DataError if it is not known."""
+        flops = FlopsModel.of(self._source.model)
+        self._groups.require_counts()
+        self._flops = flops
 
     def prepare_next_epoch(self) -> None:
         """Start in the background what the next epoch needs, if that takes long."""
@@ -171,7 +187,8 @@ class Steps:
             self._spread(steps, name).sum(axis=(1, 2)).tolist()
             for name in ("num_loss_tokens", "num_samples")
         )
-        totals = list(map(StepTotals, labels, samples, figures.loss_normalizers.tolist()))
+        tokens = figures.llm_tokens.sum(axis=(1, 2)).tolist()
+        totals = list(map(StepTotals, labels, samples, figures.loss_normalizers.tolist(), tokens))
         self._num_used += sum(samples)
         plans = self._stored(steps[:, self._config.dp_rank], totals, streams, figures)
         if self._planner is None:
@@ -183,6 +200,8 @@ class Steps:
         """Move to the position after `plan`, which a copy in the same epoch has made."""
         self._stream = plan.stream
         self._num_used += plan.totals.num_samples
+        self.num_steps += 1
+        self.num_tokens += plan.totals.num_tokens
         self._source.forget(plan.stream)
 
     def finish_epoch(self) -> int:
@@ -237,6 +256,7 @@ class Steps:
         weights = self._normalizer.weights(self._groups, groups)
         sums = np.bincount(step_of_group, weights, len(steps)).astype(np.float64)
         builds, numbers = self._groups.origins(groups)
+        caps = self._groups.max_seq_len
         image, text, audio = (self._spread(steps, name) for name in _LLM_TOKENS)
         return StepFigures(
             epoch=self.epoch,
@@ -248,6 +268,8 @@ class Steps:
             vit_tokens=self._spread(steps, "num_vit_tokens"),
             llm_tokens=image + text + audio,
             complete=np.asarray(exists.all(axis=1)),
+            room=np.bincount(step_of_group, caps[builds], len(steps)).astype(np.int64),
+            llm_squares=None if self._flops is None else self._spread(steps, "llm_squares"),
         )
 
     def _stored(
@@ -303,7 +325,9 @@ class Steps:
             num_pixel_rows=int(getattr(counts, self._vision)[with_images].sum()),
             num_tokens=int(counts.seq_len[part.samples].sum()),
             num_audio_tokens=int(counts.num_audio_tokens[with_clips].sum()),
-            figures=_packed_figures(plan.figures.part(plan.place, plan.place), work, request),
+            figures=_packed_figures(
+                plan.figures.part(plan.place, plan.place), work, request, self._flops
+            ),
             place=0,
             encoders={name: refs.select_batches(batches) for name, batches in encoded.items()},
             note=work.notes[rank] if work.notes else None,
@@ -320,22 +344,32 @@ class Steps:
         return spread
 
 
-def _packed_figures(stored: StepFigures, work: StepAssignment, request: StepRequest) -> StepFigures:
+def _packed_figures(
+    stored: StepFigures, work: StepAssignment, request: StepRequest, flops: FlopsModel | None
+) -> StepFigures:
     """Figures of a step with the costs of what a planner packed.
 
     By micro-batch if ranks have equally many and encode their own images, else by step.
     """
     encoding = work.encoders.get("vision", work.micro_batches)
     vit_tokens = [groups.sum(request.counts.num_vit_tokens) for groups in encoding]
-    llm_tokens = [groups.sum(request.counts.seq_len) for groups in work.micro_batches]
-    if encoding is not work.micro_batches or len({len(loads) for loads in llm_tokens}) > 1:
-        vit_tokens, llm_tokens = (
-            [loads.sum(keepdims=True) for loads in ranks] for ranks in (vit_tokens, llm_tokens)
+    columns = [request.counts.seq_len]
+    if flops is not None:
+        columns.append(flops.attention(request.counts.seq_len))
+    llm = [np.stack([groups.sum(column) for column in columns]) for groups in work.micro_batches]
+    if encoding is not work.micro_batches or len({loads.shape for loads in llm}) > 1:
+        vit_tokens, llm = (
+            [loads.sum(axis=-1, keepdims=True) for loads in ranks] for ranks in (vit_tokens, llm)
         )
+    llm_tokens, *squares = np.stack(llm, axis=1)
     return stored._replace(
         vit_tokens=np.stack(vit_tokens)[None],
-        llm_tokens=np.stack(llm_tokens)[None],
-        complete=np.full((1, len(llm_tokens[0])), stored.complete.all()),
+        llm_tokens=llm_tokens[None],
+        llm_squares=squares[0][None] if squares else None,
+        room=stored.room
+        * sum(int((of.sizes > 0).sum()) for of in work.micro_batches)
+        // max(1, len(stored.builds)),
+        complete=np.full((1, llm_tokens.shape[1]), stored.complete.all()),
     )
 
 

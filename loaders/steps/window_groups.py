@@ -277,6 +277,11 @@ class WindowGroups(GroupTable):
         # before the first window is made, at least one
         return known + round(max(1.0, remaining * self._num_made / max(1, self._num_placed)))
 
+    @property
+    def max_seq_len(self) -> IntArray:
+        """Cap of the LLM tokens of a group: there is one build."""
+        return np.array([self.limits.max_seq_len if self.limits else 0])
+
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Sums over the groups' samples, int64, same shape as `groups`."""
         planned = self._measured()
@@ -519,17 +524,21 @@ class WindowGroups(GroupTable):
         sums = {name: rows.sum(values) for name, values in counts.items()}
         tokens, padded = self._llm_tokens(groups.samples)
         sizes, padding = groups.sizes.astype(np.int64), rows.sum(padded - tokens)
-        attention, flops = np.zeros(len(groups), np.int64), self.run.flops
+        flops = self.run.flops
+        attention: IntArray = np.zeros((2, len(groups)), np.int64)
         if not self.run.settings.packing:
             length = longest(rows, tokens)
             padding = sizes * length - rows.sum(tokens)
             if flops is not None:
-                attention = sizes * flops.attention_tokens(length)
+                costs = flops.attention_tokens(length), flops.attention(length)
+                attention = sizes * np.stack(costs)
         elif flops is not None:
-            attention = rows.sum(flops.attention_tokens(padded))
+            costs = flops.attention_tokens(padded), flops.attention(padded)
+            attention = np.stack([rows.sum(cost) for cost in costs])
         sums["num_text_tokens"] += padding  # it costs as much as text
         sizes_and_padding = {"num_samples": sizes, "num_padding": padding}
-        return sums | sizes_and_padding | {"attention_tokens": attention}
+        both = dict(zip(("attention_tokens", "llm_squares"), attention, strict=True))
+        return sums | sizes_and_padding | both
 
     def _is_closed(self) -> bool:
         return self._closed

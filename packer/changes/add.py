@@ -112,7 +112,7 @@ class Adder:
             try:
                 others = run.pack(_decisions(base), count_first=needs_counts(config, dataset))
                 if others:
-                    builder.note(others)
+                    builder.progress.note(others)
                     return None
                 with alone_in(target.staging):
                     if (now := read_manifest(config.out)).hash == base.hash:

@@ -14,6 +14,10 @@ from isobatch.packer.count.staging import Staging, count_staged
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.base import OnBytes, RecordChunk, cut
 from isobatch.packer.sources.dataset import Dataset, no_records
+from isobatch.shards.folders import is_uri
+
+QUICK_BYTES = 1 << 20
+"""Bytes of records that this process counts alone: a second, as long as processes take to start."""
 
 
 def count_dataset(
@@ -34,7 +38,8 @@ def count_dataset(
         jobs = _jobs(dataset, settings, staging, stage.advance)
         tasks = ((job, str(staging.folder)) for job in jobs)
         # (chunk, part of the dataset), in order
-        for number, part in map_ordered(_count_here, tasks, workers=settings.workers):
+        workers = 1 if _is_quick(dataset, settings, total) else settings.workers
+        for number, part in map_ordered(_count_here, tasks, workers=workers):
             num_chunks += 1
             num_records = count_staged(staging.part(number))
             records_per_part[part] += num_records
@@ -42,6 +47,13 @@ def count_dataset(
     if sum(records_per_part) == 0 and not may_be_empty:
         raise no_records(dataset)
     staging.merge(range(num_chunks), records_per_part)
+
+
+def _is_quick(dataset: Dataset, settings: CountSettings, total: float) -> bool:
+    """Whether this process has counted everything before another one could begin."""
+    places = {place for part in dataset.parts for place in (part.data_root, part.located.folder)}
+    is_remote = any(map(is_uri, places))
+    return total <= QUICK_BYTES and not (is_remote or settings.decode_images or settings.map)
 
 
 def _jobs(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from isobatch.balance.grouping import compile_ahead
 from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Groups, IntArray, Limits
@@ -67,6 +68,7 @@ from isobatch.shards.tables import (
     write_table,
 )
 
+COMPILES = "compiling kernels, once per machine"
 MOST_GROUPS = 1 << 24
 """Groups of a partition at most, for their numbers in the keys of tars."""
 ROWS_NAME = "rows.arrow"
@@ -323,6 +325,7 @@ class Partition:
         decisions = self.job.decisions
         arrays = counts_arrays(counts.table)
         with self.progress.stage("group", None) as stage:
+            compile_ahead.finish(lambda: self.progress.note(COMPILES))
             if decisions.limits is None:
                 grouping = group_counts(
                     arrays,

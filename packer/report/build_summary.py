@@ -45,7 +45,7 @@ def count_rejected(tables: Iterable[pa.Table]) -> dict[str, Rejection]:
     They are those of one `rejected.parquet`, in order.
     """
     reasons: dict[str, Rejection] = {}
-    for table in tables:
+    for table in filter(len, tables):  # polars is loaded only if there are any
         rows = count_reasons(as_frame(table)).collect().iter_rows()
         for name, number, first, detail in rows:
             before = reasons.setdefault(name, Rejection(0, f"{first}: {detail}"))

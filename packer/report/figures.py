@@ -33,9 +33,12 @@ from isobatch.common.config import build_config
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
 from isobatch.counting.records.fields import NeverRead
+from isobatch.models.presets import ModelPreset
 from isobatch.packer.format_text import counted
 from isobatch.packer.group import LIMITS_NAME
-from isobatch.packer.report.build_summary import count_rejected
+from isobatch.packer.report.build_summary import Rejection, count_rejected
+from isobatch.packer.report.fill_limits import unused_tokens
+from isobatch.packer.report.gpu_hours import GpuHours, GpuQuestion, PackedEpoch, predict_hours
 from isobatch.packer.table_queries import read_slices
 from isobatch.shards.folders import on_disk
 from isobatch.shards.manifest import (
@@ -143,11 +146,15 @@ class Report:
     num_packed: int
     num_rejected: int
     rejected: dict[str, int]
+    rejected_first: dict[str, str]
+    """Reason -> the first sample that has it, and details."""
     never_read: dict[str, NeverRead]
     """Source -> keys of its records that nothing reads, with the records that have them."""
     num_groups: int
     dp_world_size: int
     fill: float
+    unused: dict[str, float]
+    """Share of the groups' LLM tokens that nothing uses, by what limits them (`fill_limits`)."""
     lower_bounds: dict[str, int]
     """Fewest groups that any grouping needs, by tokens and by vision."""
     num_steps: int
@@ -162,6 +169,9 @@ class Report:
     """Lines on how the caps were chosen."""
     methods: dict[str, MethodFigures]
     notes: tuple[str, ...]
+    model: str | None
+    gpu_hours: GpuHours | None
+    """What an epoch takes, if that was asked."""
     loads: dict[str, Loads] = field(repr=False)
     samples: Loads = field(repr=False)
 
@@ -183,7 +193,9 @@ class _Tables:
     """Number of each sample's source, from 0, shape (num_samples,)."""
     source_names: tuple[str, ...]
     groups: Groups
-    rejected: dict[str, int]
+    model: ModelPreset | None
+    """None of groups that `packer group` made of lengths."""
+    rejected: dict[str, Rejection]
     """Reason -> samples, most frequent first."""
     never_read: dict[str, NeverRead]
     num_repeated: int
@@ -197,11 +209,13 @@ class _Tables:
     """LLM tokens of each sample as the groups' caps count them: with padding."""
 
 
-def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
+def make_report(
+    out: Path | str, *, dp: int = 8, seed: int = 0, question: GpuQuestion | None = None
+) -> Report:
     """Compare the build at `out`, a folder or URI, with the baselines on `dp` ranks.
 
-    `seed` is that of the loader's order and of the samplers. DataError when a table is missing or
-    the tables do not add up.
+    `seed` is that of the loader's order and of the samplers; `question` asks for GPU hours too.
+    DataError when a table is missing or the tables do not add up.
     """
     if dp < 1:
         raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
@@ -234,11 +248,13 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         num_repeated=tables.num_repeated,
         num_packed=num_packed,
         num_rejected=num_rejected,
-        rejected=tables.rejected,
+        rejected={reason: entry.number for reason, entry in tables.rejected.items()},
+        rejected_first={reason: entry.first for reason, entry in tables.rejected.items()},
         never_read=tables.never_read,
         num_groups=num_groups,
         dp_world_size=dp,
         fill=fill(groups, tables.llm_tokens, limits.max_seq_len),
+        unused=unused_tokens(groups, tables.llm_tokens, limits.vision_load(counts), limits),
         lower_bounds=bounds,
         num_steps=-(-num_groups // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
@@ -248,6 +264,21 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         limits_explained=tables.limits_explained,
         methods=methods,
         notes=_notes(tables, len(packed), dp),
+        model=tables.model.name if tables.model else None,
+        gpu_hours=None
+        if question is None
+        else predict_hours(
+            question,
+            tables.model,
+            PackedEpoch(
+                counts=counts,
+                groups=streams["ours"],
+                limits=limits,
+                dp=dp,
+                seed=seed,
+                num_packed=num_packed,
+            ),
+        ),
         loads=loads,
         samples={"vit_tokens": packed.num_vit_tokens, "llm_tokens": packed.seq_len},
     )
@@ -409,7 +440,8 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
         totals=totals,
         num_repeated=num_repeated,
         is_drawn=numbers is not None,
-        rejected={name: reason.number for name, reason in reasons.items()},
+        model=manifest.model if manifest else None,
+        rejected=reasons,
         never_read=unread,
         limits=limits,
         limits_explained=explained,

@@ -3,6 +3,7 @@
 `report.html.j2` holds the text, `report.css` the looks. Pure but for `write_html`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,18 @@ from isobatch.balance.baseline_samplers import BATCH_SIZE
 from isobatch.balance.metrics import dist_ratio, step_loads
 from isobatch.common.plain_values import write_text
 from isobatch.common.types import IntArray
+from isobatch.counting.records.reject_reasons import REASONS
 from isobatch.packer.format_text import counted, share_text
 from isobatch.packer.html_page import render
 from isobatch.packer.report.charts import histogram, rank_bars
-from isobatch.packer.report.figures import BEFORE, TABLE_3, TITLES, Report
+from isobatch.packer.report.comparison import compare
+from isobatch.packer.report.figures import BEFORE, TABLE_3, Report
+from isobatch.packer.report.fill_limits import fill_lines
 from isobatch.packer.report.terminal import (
     SOURCE_CAPTION,
     balance_table,
+    hours_table,
+    saving_text,
     shuffle_caption,
     shuffle_table,
     source_table,
@@ -61,10 +67,27 @@ def render_html(report: Report) -> str:
         shuffle_caption=shuffle_caption(report),
         sources=source_table(report),
         source_caption=SOURCE_CAPTION,
-        titles=TITLES,
+        hours=report.gpu_hours and hours_table(report.gpu_hours),
+        saving=report.gpu_hours and saving_text(report.gpu_hours),
+        fill_lines=fill_lines(report.unused, report.lower_bounds, report.limits),
+        words=REASONS,
         table_3=TABLE_3,
         batch_size=BATCH_SIZE,
     )
+
+
+def write_comparison(reports: Sequence[Report], places: Sequence[str], path: Path) -> None:
+    """Write the page of several builds to `path`, whole or not at all."""
+    content = render(
+        "report/comparison",
+        "Isobatch builds",
+        sheets=("report/report",),
+        table=compare(reports),
+        table_3=(),
+        places=places,
+        report=reports[0],
+    )
+    write_text(path, content)
 
 
 def _distributions(report: Report, load: str, unit: str) -> list[Chart]:

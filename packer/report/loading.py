@@ -7,7 +7,7 @@ from typing import Any
 from isobatch.common.plain_values import write_text
 from isobatch.common.types import FloatArray
 from isobatch.counting.records.reject_reasons import REASONS
-from isobatch.packer.html_page import FOLDER, render
+from isobatch.packer.html_page import render
 from isobatch.packer.report.build_summary import Rejection
 from isobatch.packer.report.charts import step_lines
 
@@ -39,7 +39,7 @@ def render_loading(
     return render(
         "report/loading",
         "Isobatch loader",
-        style=(FOLDER / "report" / "report.css").read_text("utf-8"),
+        sheets=("report/report", "report/loading"),
         report=report,
         series=SERIES,
         chart=step_lines(lines) if ratios.size else None,

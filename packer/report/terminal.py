@@ -3,7 +3,7 @@
 The tables serve the page (`packer.report.html`) too, so that both say the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.format_text import counted, seconds_text, share_text, size_text
 from isobatch.packer.report.build_summary import BuildSummary
 from isobatch.packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, MethodFigures, Report
+from isobatch.packer.report.fill_limits import fill_lines
+from isobatch.packer.report.gpu_hours import GpuHours
 from isobatch.shards.folders import join
 from isobatch.shards.manifest import read_manifest
 from isobatch.shards.tables import REJECTED_NAME
@@ -46,6 +48,13 @@ class FigureTable:
     """Headings of the columns after the first, each in several lines."""
     rows: dict[str, list[str]]
     """Method or source -> cells."""
+    first: str = "micro-batches"
+    """Heading of the first column."""
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What people read for a row, where that is not its name."""
+        return TITLES if self.first == "micro-batches" else {}
 
 
 # `packer report`
@@ -58,17 +67,83 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"{groups_text(report)} ({bound})", highlight=False)
     for line in report.limits_explained:
         console.print(f"[dim]{foreign(line)}[/]")
+    for line in fill_lines(report.unused, report.lower_bounds, report.limits):
+        console.print(f"[dim]{foreign(line)}[/]", highlight=False)
+    if report.gpu_hours:
+        print_hours(report.gpu_hours, console)
     _print_table(balance_table(report), console)
     console.print(f"[dim]{CAPTION}[/]")
     _print_table(shuffle_table(report), console)
     console.print(f"[dim]{shuffle_caption(report)}[/]")
     if report.num_sources > 1:
-        _print_table(source_table(report), console, "source")
+        _print_table(source_table(report), console)
         console.print(f"[dim]{SOURCE_CAPTION}[/]")
+    for line in rejected_lines(report.rejected, report.rejected_first):
+        _print(console, foreign(line))
     if unread := never_read_line(report.never_read, max_paths=None):
         _print(console, f"[yellow]note:[/] {foreign(unread)}")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {foreign(note)}")
+
+
+def rejected_lines(rejected: Mapping[str, int], first: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason: samples, the reason in words, and the first sample."""
+    for reason, number in rejected.items():
+        words = REASONS.get(reason, reason)
+        yield f"{number:,} {reason}: {words}; first: {visible_line(first[reason])}"
+
+
+def print_hours(hours: GpuHours, console: Console) -> None:
+    """Print the prediction of GPU hours: the saving, a table, and what is assumed."""
+    _print(console, f"[bold]{foreign(saving_text(hours))}[/]")
+    _print_table(hours_table(hours), console)
+    for line in hours.assumptions:
+        console.print(f"[dim]assumed: {foreign(line)}[/]", highlight=False)
+
+
+def saving_text(hours: GpuHours) -> str:
+    """The prediction in a sentence."""
+    price = hours.question.price
+    saved, other = abs(hours.saved_hours), TITLES.get(hours.baseline, hours.baseline)
+    money = "" if price is None else f", worth {amount_text(saved * price)}"
+    verb = "Isobatch saves" if hours.saved_hours >= 0 else "Isobatch takes"
+    more = "" if hours.saved_hours >= 0 else " more"
+    return (
+        f"predicted: {verb} {amount_text(saved)} GPU hours{more} in an epoch"
+        f" ({share_text(abs(hours.saved_share))}){money}, against {other}, the fastest of the"
+        f" others; {hours.model} on {counted(hours.question.num_gpus, 'GPUs')}"
+        f" ({hours.description.partition(',')[0]})"
+    )
+
+
+def hours_table(hours: GpuHours) -> FigureTable:
+    """GPU hours of an epoch by method, and what they cost."""
+    price = hours.question.price
+    headings = ["GPU\nhours", *["cost"] * (price is not None), "time\nwaiting", "FLOPs\npadding"]
+    rows = {}
+    for name, method in hours.methods.items():
+        costs = [] if price is None else [amount_text(method.gpu_hours * price)]
+        shares = (share_text(method.waiting), share_text(method.padding))
+        rows[name] = [amount_text(method.gpu_hours), *costs, *shares]
+    return FigureTable(headings, rows)
+
+
+def amount_text(amount: float) -> str:
+    """Hours or money with three digits, or all of a whole number.
+
+    >>> amount_text(0.01234), amount_text(12.34), amount_text(12345.6), amount_text(1e-9)
+    ('0.0123', '12.3', '12,346', '< 0.001')
+    """
+    if 0 < abs(amount) < 0.001:
+        return "< 0.001"
+    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
+
+
+def print_comparison(places: Sequence[str], table: FigureTable, console: Console) -> None:
+    """Print the table of several builds, and which is which."""
+    for letter, place in zip(table.headings, places, strict=True):
+        _print(console, f"[bold]{letter}[/]  {foreign(place)}")
+    _print_table(table, console)
 
 
 def samples_text(report: Report) -> str:
@@ -92,15 +167,16 @@ def groups_text(report: Report) -> str:
 
 def balance_table(report: Report) -> FigureTable:
     """OmniBal's Table 3 for this build."""
-    headings = ["avg\nsize", "max\nViT", "max\nLLM", "pad\nratio", "dist\nViT", "dist\nLLM"]
+    # what matters most comes first: a narrow screen shows no more
+    headings = ["dist\nViT", "dist\nLLM", "pad\nratio", "avg\nsize", "max\nViT", "max\nLLM"]
     rows = {
         name: [
+            f"{method.dist_ratio_vit:.4f}",
+            f"{method.dist_ratio_llm:.4f}",
+            f"{method.pad_ratio:.3f}",
             f"{method.avg_batch_size:.2f}",
             f"{method.longest_vit_tokens:,}",
             f"{method.longest_seq_len:,}",
-            f"{method.pad_ratio:.3f}",
-            f"{method.dist_ratio_vit:.4f}",
-            f"{method.dist_ratio_llm:.4f}",
         ]
         for name, method in report.methods.items()
     }
@@ -136,7 +212,7 @@ def source_table(report: Report) -> FigureTable:
         name: [share_text(share) for share in (row.samples, row.labels, *row.gradient.values())]
         for name, row in report.sources.items()
     }
-    return FigureTable(headings, rows)
+    return FigureTable(headings, rows, first="source")
 
 
 def shuffle_caption(report: Report) -> str:
@@ -155,15 +231,16 @@ def shuffle_caption(report: Report) -> str:
     )
 
 
-def _print_table(figures: FigureTable, console: Console, first: str = "micro-batches") -> None:
+def _print_table(figures: FigureTable, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(first, no_wrap=True)
+    titles = figures.titles
+    table.add_column(figures.first, no_wrap=bool(titles))
     for heading in figures.headings:
         table.add_column(heading, justify="right")
     for name, cells in figures.rows.items():
-        style = "bold green" if name == "ours" else None
-        style = "dim" if name in TITLES and name not in TABLE_3 else style
-        table.add_row(foreign(TITLES.get(name, name)), *cells, style=style)
+        style = "bold green" if titles and name == "ours" else None
+        style = "dim" if name in titles and name not in TABLE_3 else style
+        table.add_row(foreign(titles.get(name, name)), *map(foreign, cells), style=style)
     console.print(table)
 
 
@@ -213,10 +290,10 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
     if summary.seconds:
         stages = ", ".join(f"{name} {seconds_text(took)}" for name, took in summary.seconds.items())
         yield "time", f"{seconds_text(sum(summary.seconds.values()))}: {stages}"
-    for number, (reason, entry) in enumerate(summary.rejected.items()):
-        words = REASONS.get(reason, reason)
-        label = "" if number else "rejected"
-        yield label, f"{entry.number:,} {reason}: {words}; first: {visible_line(entry.first)}"
+    numbers = {reason: entry.number for reason, entry in summary.rejected.items()}
+    first = {reason: entry.first for reason, entry in summary.rejected.items()}
+    for number, line in enumerate(rejected_lines(numbers, first)):
+        yield "" if number else "rejected", line
     if summary.rejected:
         yield "", f"all of them: {join(summary.out, REJECTED_NAME)}"
     if line := never_read_line(summary.never_read):

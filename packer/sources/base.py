@@ -25,6 +25,8 @@ from isobatch.shards.local_folder import FileInfo
 
 FIRST_RECORDS = 1000
 """Records that are looked at for the columns of a dataset."""
+CHUNK_BYTES = 64 << 20
+"""Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
 OnBytes = Callable[[int], None]
 """Is told of bytes read, for progress."""
 
@@ -170,14 +172,36 @@ class RecordChunk:
             yield RawRecord(position, value, *self.broken.get(place, ()))
 
 
-def cut(records: Iterator[RawRecord], num_records: int) -> Iterator[RecordChunk]:
-    """Records in chunks of `num_records`, the last one shorter."""
-    while batch := list(islice(records, num_records)):
+def cut(
+    records: Iterator[RawRecord],
+    num_records: int,
+    size_of: Callable[[RawRecord], int] | None = None,
+) -> Iterator[RecordChunk]:
+    """Records in chunks of `num_records`, the last one shorter.
+
+    `size_of`: bytes of a record's content, of which a chunk has about CHUNK_BYTES at most.
+    """
+    while batch := list(_until_full(records, num_records, size_of)):
         yield RecordChunk(
             [record.position for record in batch],
             [record.value for record in batch],
             {i: (record.broken, record.reason) for i, record in enumerate(batch) if record.broken},
         )
+
+
+def _until_full(
+    records: Iterator[RawRecord], num_records: int, size_of: Callable[[RawRecord], int] | None
+) -> Iterator[RawRecord]:
+    """The records of the next chunk."""
+    if size_of is None:
+        yield from islice(records, num_records)
+        return
+    num_bytes = 0
+    for record in islice(records, num_records):
+        yield record
+        num_bytes += size_of(record)
+        if num_bytes >= CHUNK_BYTES:
+            return
 
 
 # --- files, with errors that name them ---
@@ -225,7 +249,7 @@ def _named(folder: Folder, name: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or first_line(error)
         raise DataError(f"{join(folder.uri, name)}: cannot be read: {reason}") from None
-    except (pa.ArrowException, EOFError) as error:
+    except (pa.ArrowException, EOFError, UnicodeDecodeError) as error:
         reason = first_line(error)
         raise DataError(f"{join(folder.uri, name)}: damaged or cut short: {reason}") from None
 

@@ -4,13 +4,16 @@
 streams the rows; images and audio stay undecoded. It is an extra, and takes a second to import.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.common.visible_text import shown
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
     FilePiece,
@@ -26,6 +29,9 @@ from isobatch.shards.folders import join
 
 FIRST_ROWS = 20
 """Rows that are looked at for values of columns that nothing reads."""
+README_NAME, CARD_NAME = "README.md", ".huggingface.yaml"
+"""Files of a dataset in which `datasets` looks for its description."""
+_FILES_KEYS = ("data_files", "data_dir")
 FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder", "videofolder"})
 """Builders that join a table of metadata with the files it names."""
 
@@ -55,6 +61,8 @@ def import_datasets(what: str) -> Any:
 def find_files(place: str, config: str | None = None, name: str | None = None) -> BuilderFiles:
     """What is in a folder or a Hub repository, or one file of it; raises what `datasets` does."""
     datasets = import_datasets(place)
+    if Path(place).is_dir() and name is None:
+        require_inside(_card_of(Path(place)), place)
     builder = datasets.load_dataset_builder(place, config, data_files=name)
     common = {field.name for field in fields(datasets.BuilderConfig)}
     builder_fields = [field for field in fields(builder.config) if field.name not in common]
@@ -65,6 +73,47 @@ def find_files(place: str, config: str | None = None, name: str | None = None) -
         {str(split): tuple(map(str, urls)) for split, urls in builder.config.data_files.items()},
         tuple((key, value) for key, value in options if value != defaults[key]),
     )
+
+
+def _card_of(folder: Path) -> list[Any]:
+    """The descriptions of a folder that `datasets` reads."""
+    from huggingface_hub import DatasetCard  # noqa: PLC0415 - comes with datasets
+
+    cards: list[Any] = []
+    if (folder / README_NAME).is_file():
+        cards.append(DatasetCard.load(folder / README_NAME).data.to_dict())
+    if (folder / CARD_NAME).is_file():
+        cards.append(yaml.safe_load((folder / CARD_NAME).read_text("utf-8")))
+    return cards
+
+
+def require_inside(cards: Iterable[Any], where: str) -> None:
+    """ConfigError where a dataset's description names files elsewhere, which would be fetched."""
+    for card in cards:
+        configs = card.get("configs") if isinstance(card, Mapping) else None
+        for text in _texts_in([] if configs is None else configs):
+            if "://" in text or "::" in text or text.startswith("/") or ".." in text.split("/"):
+                raise ConfigError(
+                    f"{where}: its README names files elsewhere, {shown(text)}, which are not"
+                    " fetched: get them yourself and name their folder"
+                )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Texts under `data_files` and `data_dir`, at any depth."""
+    waiting = [(value, False)]
+    known: set[tuple[int, bool]] = set()  # YAML may put a list into itself
+    while waiting:
+        item, is_file = waiting.pop()
+        if (id(item), is_file) in known:
+            continue
+        known.add((id(item), is_file))
+        if isinstance(item, Mapping):
+            waiting += [(inner, is_file or key in _FILES_KEYS) for key, inner in item.items()]
+        elif isinstance(item, list | tuple):
+            waiting += [(inner, is_file) for inner in item]
+        elif is_file and isinstance(item, str):
+            yield item
 
 
 class DatasetsSource(Source):

@@ -7,15 +7,24 @@ their own format and without another copy. Network access happens in `fetch_file
 
 import glob
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+import yaml
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.models.folder.files import quiet_hub
 from isobatch.packer.sources.base import Located
-from isobatch.packer.sources.datasets_source import BuilderFiles, find_files, import_datasets
+from isobatch.packer.sources.datasets_source import (
+    CARD_NAME,
+    BuilderFiles,
+    find_files,
+    import_datasets,
+    require_inside,
+)
 
 _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.+-]+))?(?:@(?P<split>[\w.-]+))?")
 _URL = re.compile(r"hf://datasets/[^/]+/[^/@]+(?:@(?P<revision>[^/]+))?/(?P<name>.+)")
@@ -81,8 +90,11 @@ def _find(hub: Any, dataset: HubId) -> BuilderFiles:
     try:
         with quiet_hub():
             # `datasets` would try for half a minute
-            hub.repo_info(dataset.repo, repo_type="dataset")
+            about = hub.repo_info(dataset.repo, repo_type="dataset")
+            require_inside(_cards_of(hub, about), dataset.repo)
             return find_files(dataset.repo, dataset.config)
+    except ConfigError:
+        raise
     # the clients raise some twenty types, network libraries' own among them
     except Exception as error:
         if isinstance(error, ValueError) and "onfig" in str(error):  # and the list of those there
@@ -94,3 +106,12 @@ def _find(hub: Any, dataset: HubId) -> BuilderFiles:
             f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset:"
             f" {first_line(error)}"
         ) from None
+
+
+def _cards_of(hub: Any, about: Any) -> Iterator[Any]:
+    """The descriptions of a repository that `datasets` reads."""
+    if (card := getattr(about, "card_data", None)) is not None:
+        yield card.to_dict()
+    if any(file.rfilename == CARD_NAME for file in about.siblings or ()):
+        path = hub.hf_hub_download(about.id, CARD_NAME, repo_type="dataset", revision=about.sha)
+        yield yaml.safe_load(Path(path).read_text("utf-8"))

@@ -39,6 +39,9 @@ LINE_BYTES = 1 << 14
 MAX_RECORD_CHARS = 64 << 20
 """Length of a record at most; what looks longer is a quote that never closes."""
 
+MAX_BRACKETS = 1_000_000
+"""Depth from which on the end of a value is not looked for."""
+
 Parsed = tuple[Any, str]
 """A value, and why it is broken: empty if it is not."""
 
@@ -364,8 +367,8 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
             continue
         except RecursionError:
             value, end, deep = None, _end_of_brackets(window.text, start), True
-            if end == start:
-                if window.at_end or length > MAX_RECORD_CHARS:
+            if end <= start:
+                if end < start or window.at_end or length > MAX_RECORD_CHARS:
                     return None, f"{TOO_DEEP}, and does not end"
                 window.fill(length)
                 continue
@@ -382,12 +385,17 @@ def _is_deep(value: Any, text: str, start: int, end: int) -> bool:
 
 
 def _end_of_brackets(text: str, start: int) -> int:
-    """Where the value that begins with a bracket ends; `start` if not in this text."""
+    """Where the value that begins with a bracket ends; `start` if not in this text.
+
+    -1 for one that is MAX_BRACKETS deep: to look for its end in a gigabyte takes minutes.
+    """
     depth = 0
     for match in _BRACKETS.finditer(text, start):
         depth += (match[0] in "[{") - (match[0] in "]}")
         if depth == 0:
             return match.end()
+        if depth > MAX_BRACKETS:
+            return -1
     return start
 
 

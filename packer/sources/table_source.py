@@ -19,8 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from isobatch.common.errors import first_line
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
+    CHUNK_BYTES,
     FilePiece,
     Located,
     OnBytes,
@@ -33,8 +35,6 @@ from isobatch.packer.sources.base import (
 from isobatch.packer.sources.datasets_source import import_datasets
 from isobatch.shards.folders import Folder, is_uri, join, open_folder
 
-CHUNK_BYTES = 64 << 20
-"""Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
 MAX_REREADS = 8
 EXAMPLE_BLOCKS = 4
 """Blocks that are looked at for a value of a column that nothing reads."""
@@ -59,20 +59,15 @@ class _ParquetTable:
         self.columns: list[str] = file.schema_arrow.names
 
     def blocks(self, columns: Sequence[str]) -> list[Block]:
+        # of all columns: pyarrow ends the process where a damaged footer's single column is asked
         metadata = self._file.metadata
         groups = map(metadata.row_group, range(metadata.num_row_groups))
-        return [(group.num_rows, _decoded_bytes(group, set(columns))) for group in groups]
+        return [(group.num_rows, group.total_byte_size) for group in groups]
 
     def batches(self, blocks: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         return self._file.iter_batches(  # type: ignore[no-any-return]
             BATCH_ROWS, row_groups=list(blocks), columns=list(columns), use_threads=False
         )
-
-
-def _decoded_bytes(group: pq.RowGroupMetaData, columns: set[str]) -> int:
-    parts = map(group.column, range(group.num_columns))
-    inside = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
-    return sum(part.total_uncompressed_size for part in inside)
 
 
 class _ArrowTable:
@@ -83,10 +78,41 @@ class _ArrowTable:
         self.columns: list[str] = table.column_names
 
     def blocks(self, columns: Sequence[str]) -> list[Block]:
-        return [(len(batch), batch.nbytes) for batch in self._batches]
+        # `nbytes` follows offsets, which nobody has checked yet
+        return [(len(batch), batch.get_total_buffer_size()) for batch in self._batches]
 
     def batches(self, blocks: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        return (self._batches[block].select(list(columns)) for block in blocks)
+        return (_checked(self._batches[block].select(list(columns))) for block in blocks)
+
+
+def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A batch of an Arrow file; ArrowInvalid if its offsets lead out of its buffers.
+
+    Nothing else looks: a damaged offset would end the process. Bad UTF-8 costs its row later.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        for column in batch.columns:
+            column.view(_as_bytes(column.type)).validate(full=True)
+    return batch
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """A type with bytes in place of its texts."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return kind
 
 
 @contextmanager
@@ -100,7 +126,11 @@ def _open_table(folder: Folder, name: str) -> Iterator[_ParquetTable | _ArrowTab
         if file.read() != END_MARK:
             raise pa.ArrowInvalid("it ends without the end mark of an Arrow stream")
         datasets = import_datasets(f"{name}, written by `datasets`,")
-        yield _ArrowTable(datasets.Dataset.from_file(join(folder.uri, name)).data.table)
+        try:
+            table = datasets.Dataset.from_file(join(folder.uri, name)).data.table
+        except ValueError as error:  # its metadata describe other columns than it has
+            raise pa.ArrowInvalid(first_line(error)) from None
+        yield _ArrowTable(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +256,7 @@ class TableSource(Source):
             where = join(self.located.folder, name)
             columns = known_columns(reader.schema.names, where, self.located)
             for batch in reader:
-                yield from _records(name, row, batch.select(list(columns)))
+                yield from _records(name, row, _checked(batch.select(list(columns))))
                 row += len(batch)
 
 

@@ -6,6 +6,7 @@ another tar.
 """
 
 import gzip
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ from typing import IO
 
 BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
+MOST_PACKED_BYTES = 256 << 20
+"""Bytes of a sample's files in a compressed tar, which are in memory at once."""
+_META = re.compile(r"__[^/]*__($|/)")
+"""Names of members that webdataset leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +78,26 @@ def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Ite
 
 
 def read_compressed(file: IO[bytes]) -> Iterator[Member]:
-    """The members of a compressed tar, with their contents. BrokenTarError where it is damaged."""
-    from webdataset.tariterators import tar_file_iterator  # noqa: PLC0415 - imports torch, if any
+    """The members of a compressed tar, with their contents. BrokenTarError where it is damaged.
 
+    A file of more than MOST_PACKED_BYTES ends it: a few kilobytes would be unpacked to as many GB.
+    """
     unpacked = gzip.GzipFile(fileobj=file)
     try:
-        for item in tar_file_iterator(unpacked):
-            yield Member(item["fname"], 0, 0, len(item["data"]), True, item["data"])
+        archive = tarfile.open(fileobj=unpacked, mode="r|")  # noqa: SIM115 - ends with the file
+        for info in archive:
+            if not info.isreg() or _META.match(info.name):
+                continue
+            if info.size > MOST_PACKED_BYTES:
+                what = f"a file of {info.size:,} bytes in a compressed tar, which is too large,"
+                raise BrokenTarError(what, file.tell())
+            content = archive.extractfile(info)
+            data = content.read() if content else b""
+            yield Member(info.name, 0, 0, len(data), True, data)
+            archive.members.clear()  # type: ignore[attr-defined]
         while unpacked.read(1 << 20):
             pass  # up to the checksum: tarfile takes damage in the middle for the end
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError, OverflowError) as error:
         raise BrokenTarError(f"damaged or cut ({error})", file.tell()) from None
 
 

@@ -2,8 +2,8 @@
 
 The webdataset library's rule: the key is a member's path up to the first dot of its last part, and
 neighbours with one key belong together. Only headers, `.json` and texts are read; images and audio
-files stay where they are, as byte ranges. Compressed tars have no such ranges: webdataset reads
-them, and the files' contents come with the records.
+files stay where they are, as byte ranges. Compressed tars have no such ranges, so
+the files' contents come with the records.
 
 In a sample, `.json` is the record, `.txt` and `.caption` its caption. A JSON may name
 its images by their members' names, or by paths from before they were put into the tar.
@@ -39,6 +39,7 @@ from isobatch.packer.sources.base import (
     prefix_under,
 )
 from isobatch.packer.sources.tar_members import (
+    MOST_PACKED_BYTES,
     BrokenTarError,
     Member,
     read_compressed,
@@ -69,6 +70,8 @@ HEAD_BYTES = 192
 """First bytes that are enough for all kinds, transport streams included."""
 FIRST_SAMPLES = 200
 """Samples of the first tar that say how large a sample is."""
+MOST_TEXT_BYTES = 64 << 20
+"""Bytes of a text or JSON file, all of which are read; of other files, only the first are."""
 TEXT_SUFFIXES = ("txt", "caption")
 QUESTION, ANSWERS = "context", "answers"
 """Names of Energon's VQA: `KEY.context.txt` and `KEY.answers.json`."""
@@ -176,7 +179,7 @@ class TarSource(Source):
                 borders=borders[place] if borders else None,
             )
             if _is_compressed(piece.name):
-                yield from cut(whole.records(), num_records)
+                yield from cut(whole.records(), num_records, _content_bytes)
                 on_bytes(piece.size)
             elif piece.size <= WHOLE_TAR_BYTES:
                 yield whole
@@ -243,6 +246,13 @@ class TarSource(Source):
         on_bytes(size - (start - whole.start))
 
 
+def _content_bytes(record: RawRecord) -> int:
+    """Bytes of the files that came with a record."""
+    values = record.value.values() if isinstance(record.value, dict) else ()
+    files = (one for value in values for one in (value if isinstance(value, list) else [value]))
+    return sum(len(one.data or b"") for one in files if isinstance(one, Media))
+
+
 def _is_compressed(name: str) -> bool:
     return name.endswith((".gz", ".tgz"))
 
@@ -272,7 +282,11 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
                 if sample is not None:
                     yield sample
                 sample = _Sample(key)
-            sample.members.append(member)
+            if not sample.broken:
+                sample.members.append(member)
+            if sum(len(m.data or b"") for m in sample.members) > MOST_PACKED_BYTES:
+                sample.members.clear()
+                sample.broken = f"more than {MOST_PACKED_BYTES:,} bytes in a compressed tar"
     except BrokenTarError as error:
         if sample is not None and error.sample_is_whole:
             yield sample
@@ -448,6 +462,8 @@ def _json(suffix: str, member: Member, file: IO[bytes]) -> Any:
 
 
 def _read(file: IO[bytes], member: Member) -> bytes:
+    if member.size > MOST_TEXT_BYTES:
+        raise _BadMemberError(f"{member.name} has {member.size:,} bytes, too many for a text")
     if member.data is not None:
         return member.data
     file.seek(member.offset)
@@ -470,20 +486,22 @@ def _place_frames(
     suffixes = {_media(files[suffix], container): suffix for suffix in _ordered(kinds, "image")}
     by_name = {PurePosixPath(media.name).name: media for media in suffixes}
     by_name |= {suffix: media for media, suffix in suffixes.items()}
-    used: set[str] = set()
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [placed(entry) for entry in value]
-        if (frame := _find(value, by_name)) is None:
-            return value
-        used.add(suffixes[frame])
-        return frame
-
+    used: set[Media] = set()
     for key in ("video", "videos"):
         if isinstance(record.get(key), list):
-            record[key] = placed(record[key])
-    return used
+            record[key] = _with_frames(record[key], by_name, used)
+    return {suffixes[frame] for frame in used}
+
+
+# no function inside the one above: that would keep all contents until cycles are collected
+def _with_frames(value: Any, by_name: dict[str, Media], used: set[Media]) -> Any:
+    """A value with files in place of their names; adds them to `used`."""
+    if isinstance(value, list):
+        return [_with_frames(entry, by_name, used) for entry in value]
+    if (frame := _find(value, by_name)) is None:
+        return value
+    used.add(frame)
+    return frame
 
 
 def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], container: str) -> None:

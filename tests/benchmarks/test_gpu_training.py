@@ -19,11 +19,11 @@ from papers.datasets import internvl_samples
 from papers.omnibal_models import PAIRS
 from torch.nn import functional
 
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.cost_model.profile_table import profiled_costs, read_profile
 from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from support import BENCHMARKS, ranks
 

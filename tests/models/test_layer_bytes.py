@@ -20,11 +20,11 @@ from transformers.models.siglip import modeling_siglip
 
 from isobatch.common.config import preset_names
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.clusters import load_cluster
 from isobatch.models.flops import ComputeLoad, FlopsModel
 from isobatch.models.layer_bytes import (
     LOGIT_BYTES,

@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 
 from isobatch import packer
+from isobatch.common.command_line import run_module
+from isobatch.packer import cli
 
 NAMES = [
     "BuildConfig",
@@ -43,6 +45,7 @@ def test_unknown_names_are_attribute_errors():
     ("program", "heavy"),
     [
         ("import packer", ["numpy", "pyarrow", "polars"]),
+        ("import isobatch", ["torch", "numba", "numpy", "pyarrow", "polars"]),
         ("import isobatch.packer.cli", ["polars", "torch"]),
     ],
 )
@@ -52,6 +55,30 @@ def test_heavy_libraries_are_loaded_only_when_needed(program, heavy):
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("call", ["--help", "--version", "no-such-command"])
+def test_help_the_version_and_wrong_calls_load_no_command(call):
+    heavy = ["numba", "numpy", "pyarrow", "polars", "torch", "isobatch.packer.cli"]
+    program = (
+        f"import atexit, sys; sys.argv = ['packer', {call!r}];"
+        f" atexit.register(lambda: print([name for name in {heavy} if name in sys.modules]));"
+        " from isobatch.packer.__main__ import main; main()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_is_that_of_the_commands(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["packer", "--help"])
+    printed = []
+    for call in (cli.main, partial(run_module, "isobatch.packer.cli")):
+        call()
+        printed.append(capsys.readouterr().out)
+    assert "build" in printed[0]
+    assert printed[0] == printed[1]
 
 
 def test_a_build_from_python_needs_a_config_alone(tmp_path, capsys, monkeypatch):

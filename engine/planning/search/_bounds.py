@@ -10,9 +10,9 @@ stages is the step itself, to the nanosecond. 4 ns per operation.
 from functools import lru_cache
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
@@ -143,7 +143,7 @@ def window_steps(
     return np.asarray(run_windows(inside, sums, span, cuts, choices, extra_ns))
 
 
-@numba.njit(cache=True)
+@kernel
 def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore[no-untyped-def]
     """The kernel of `window_steps`; `span`: (first stage of windows, stages, ranks)."""
     # memory that all windows share
@@ -178,7 +178,7 @@ def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore
     return steps
 
 
-@numba.njit(cache=True)
+@kernel
 def _outside(sums, span, cuts, head, turn, tail):  # type: ignore[no-untyped-def]
     """Least times of micro-batches outside a window: before, between exit and return, after."""
     first, num_stages = span
@@ -201,7 +201,7 @@ def _outside(sums, span, cuts, head, turn, tail):  # type: ignore[no-untyped-def
             tail[number] += before * sums.min_back_before[start, number]
 
 
-@numba.njit(cache=True)
+@kernel
 def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untyped-def]
     """The time of a step. `free[a, b]`: when the last send from rank a to rank b has arrived."""
     forward, input_grad, weight_grad = durations

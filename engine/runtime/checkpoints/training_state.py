@@ -11,6 +11,7 @@ raised on all, in one line: DataError, ConfigError; PeerLost if a rank is lost.
 """
 
 import json
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -58,6 +59,21 @@ Options = list[dict[str, Any]]
 _ROOT = "layers"
 """Key above all tensors: torch wants equal top-level keys on all ranks."""
 _WEIGHT, _OPTIMIZER = "weight.", "optimizer."
+_CHECKPOINT = "torch.distributed.checkpoint"
+_IN_METADATA = frozenset(
+    {"torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath"}
+    | {"pathlib._local.PosixPath"}  # of Python 3.13
+    | {f"{_CHECKPOINT}.filesystem._{name}" for name in ("StorageInfo", "StoragePrefix")}
+    | {
+        f"{_CHECKPOINT}.metadata.{name}"
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+            *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+)
+"""What torch's metadata of a state is made of."""
 
 T = TypeVar("T")
 
@@ -127,7 +143,7 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
         )
     tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
     with _torch_errors(newest, "read") as alone:
-        load({_ROOT: tensors}, checkpoint_id=newest, no_dist=alone)
+        load({_ROOT: tensors}, storage_reader=_StateReader(newest), no_dist=alone)
     with world_errors():
         for layer in layers.values():
             for weight in layer.parameters():
@@ -219,10 +235,36 @@ def _weights(layers: Layers) -> dict[str, Tensor]:
     return tensors
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Of torch's metadata only its own tables and types: a pickle could run any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class or a type that metadata has; UnpicklingError for anything else."""
+        whole = f"{module}.{name}"
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_type and whole not in _IN_METADATA:
+            raise pickle.UnpicklingError(f"it names {whole}, which no state has")
+        return super().find_class(module, name)
+
+
+class _StateReader(FileSystemReader):
+    """torch's reader of states, which runs nothing that the files name."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of a state. UnpicklingError and others if it is damaged."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _PlainUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}, no metadata")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
 def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
     """Metadata of a state's tensors by name. DataError if it cannot be read."""
     try:
-        entries = FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        entries = _StateReader(state).read_metadata().state_dict_metadata.items()
     except Exception as error:  # a damaged pickle may raise anything
         rank = dist.get_rank() if dist.is_initialized() else 0
         raise cannot(state, "read", error, rank) from error

@@ -56,7 +56,9 @@ def read_model(name: str, path: Path | None, source: StepSource) -> Any:
         elif path.is_dir():
             model, missing = _read_weights(transformers, path)
         else:
-            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
             model = transformers.AutoModelForImageTextToText.from_config(config)
     except errors as error:
         raise ConfigError(f"{path or name}: {first_line(error)}") from error
@@ -142,6 +144,8 @@ def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
             folder,
             dtype=torch.float32,
             local_files_only=True,
+            trust_remote_code=False,  # without it, transformers would ask on a terminal
+            use_safetensors=True,  # the other kind of file is a pickle
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

@@ -8,9 +8,9 @@ means move. Pure; the order of additions is fixed, and costs are rounded so that
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import kernel
 from isobatch.common.types import BoolArray, FloatArray, IntArray
 
 MAX_PARTNERS = 16
@@ -66,7 +66,7 @@ class SlotState(NamedTuple):
     """Slots for which no change was found."""
 
 
-@numba.njit(cache=True)
+@kernel
 def deal(problem, order, room):  # type: ignore[no-untyped-def]
     """Samples in `order`, each to the slot that has least of what it needs; -> slots.
 
@@ -96,7 +96,7 @@ def deal(problem, order, room):  # type: ignore[no-untyped-def]
     return slots
 
 
-@numba.njit(cache=True)
+@kernel
 def search(problem, slots):  # type: ignore[no-untyped-def]
     """Change slots while squares fall; -> those of the least time (step and move) on the way."""
     state = _begun(problem, slots)
@@ -130,7 +130,7 @@ def search(problem, slots):  # type: ignore[no-untyped-def]
     return best
 
 
-@numba.njit(cache=True)
+@kernel
 def _begun(problem, slots):  # type: ignore[no-untyped-def]
     num_slots, num_phases = problem.num_ranks * problem.num_rounds, problem.costs.shape[1]
     state = SlotState(
@@ -153,7 +153,7 @@ def _begun(problem, slots):  # type: ignore[no-untyped-def]
     return state
 
 
-@numba.njit(cache=True)
+@kernel
 def _furthest(problem, state):  # type: ignore[no-untyped-def]
     """The slot furthest from its mean that is not stuck; -1 if all are."""
     best, max_distance = -1, -1.0
@@ -168,7 +168,7 @@ def _furthest(problem, state):  # type: ignore[no-untyped-def]
     return best
 
 
-@numba.njit(cache=True)
+@kernel
 def _best_change(problem, state, slot):  # type: ignore[no-untyped-def]
     """The change of `slot` that brings most: (its sample, the other's, the other slot).
 
@@ -196,7 +196,7 @@ def _best_change(problem, state, slot):  # type: ignore[no-untyped-def]
     return best_i, best_j, partner
 
 
-@numba.njit(cache=True)
+@kernel
 def _best_pair(problem, members, shift, used, min_gain):  # type: ignore[no-untyped-def]
     """The samples of two slots that lower squares most: (by how much, of the first, of the second).
 
@@ -226,7 +226,7 @@ def _best_pair(problem, members, shift, used, min_gain):  # type: ignore[no-unty
     return best
 
 
-@numba.njit(cache=True)
+@kernel
 def _members(problem, state, slot):  # type: ignore[no-untyped-def]
     """Samples of a slot, after -1 for none if not only exchanges are wanted."""
     none = 0 if problem.swaps_only else 1
@@ -238,7 +238,7 @@ def _members(problem, state, slot):  # type: ignore[no-untyped-def]
     return members
 
 
-@numba.njit(cache=True)
+@kernel
 def _take(problem, state, sample, target):  # type: ignore[no-untyped-def]
     """Put a sample into another slot."""
     first, after, source = state.first, state.after, state.slots[sample]
@@ -256,7 +256,7 @@ def _take(problem, state, sample, target):  # type: ignore[no-untyped-def]
     state.slots[sample] = target
 
 
-@numba.njit(cache=True)
+@kernel
 def _add(problem, state, sample, slot, sign):  # type: ignore[no-untyped-def]
     """Count a sample in a slot, or no longer."""
     for phase in range(state.loads.shape[1]):
@@ -270,7 +270,7 @@ def _add(problem, state, sample, slot, sign):  # type: ignore[no-untyped-def]
         state.moves[1, target] += moved
 
 
-@numba.njit(cache=True)
+@kernel
 def _measure(problem, state, number):  # type: ignore[no-untyped-def]
     """Set the distances of a micro-batch's slots from their mean."""
     start = number * problem.num_ranks
@@ -283,7 +283,7 @@ def _measure(problem, state, number):  # type: ignore[no-untyped-def]
             state.distances[slot, phase] = state.loads[slot, phase] - mean
 
 
-@numba.njit(cache=True)
+@kernel
 def _over(used, max_tokens):  # type: ignore[no-untyped-def]
     """Squared share of the cap by which a slot is over it."""
     if max_tokens == 0 or used <= max_tokens:
@@ -291,7 +291,7 @@ def _over(used, max_tokens):  # type: ignore[no-untyped-def]
     return ((used - max_tokens) / max_tokens) ** 2
 
 
-@numba.njit(cache=True)
+@kernel
 def _time(problem, state):  # type: ignore[no-untyped-def]
     """Time of the step and its move; tokens over the cap cost more than any plan within."""
     time = 0.0

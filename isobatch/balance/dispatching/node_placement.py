@@ -18,10 +18,10 @@ example. benchmarks/post_balancing.py has times, and the gap to a proven bound
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from isobatch.balance.dispatching.post_balancing import as_batches
+from isobatch.balance.kernels import kernel
 from isobatch.common.types import IntArray
 
 PRECISION = 256
@@ -118,7 +118,7 @@ def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
     return Placement(np.full(len(loads), FREE), members, taken, loads.copy())
 
 
-@numba.njit(cache=True)
+@kernel
 def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untyped-def]
     """Bisect the target; sets `best` to the placement of the smallest one that was reached.
 
@@ -139,7 +139,7 @@ def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untype
             low = target + 1
 
 
-@numba.njit(cache=True)
+@kernel
 def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-def]
     """Place batches so that no rank sends more than `target`, node after node of `nodes`.
 
@@ -159,7 +159,7 @@ def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-de
     return -1
 
 
-@numba.njit(cache=True)
+@kernel
 def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def]
     """Give a node batches until no rank sends more than `target`; -> swaps left, -1 if stuck."""
     first, sends = _node_sends(placement, node)
@@ -180,7 +180,7 @@ def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def
             return -1
 
 
-@numba.njit(cache=True)
+@kernel
 def _smallest_cover(step, placement, rank, need):  # type: ignore[no-untyped-def]
     """Smallest example >= `need` of `rank` in a free batch, else the largest; -1 if no tokens."""
     best, tokens = -1, np.int64(0)
@@ -192,7 +192,7 @@ def _smallest_cover(step, placement, rank, need):  # type: ignore[no-untyped-def
     return best
 
 
-@numba.njit(cache=True)
+@kernel
 def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
     """Each free batch to the node of its largest example that has a slot, else to any.
 
@@ -218,7 +218,7 @@ def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
         free_slots[best] -= 1
 
 
-@numba.njit(cache=True)
+@kernel
 def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
     """Rank of each batch: per node the (slot, rank) with most tokens first, ties to the lowest."""
     ranks_per_node = placement.members.shape[1]
@@ -238,14 +238,14 @@ def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
     return ranks
 
 
-@numba.njit(cache=True)
+@kernel
 def _node_sends(placement, node):  # type: ignore[no-untyped-def]
     """First rank of a node, and a view of what its ranks send; the last node may be smaller."""
     first = node * placement.members.shape[1]
     return first, placement.sends[first : first + placement.members.shape[1]]
 
 
-@numba.njit(cache=True)
+@kernel
 def _place(step, placement, batch, node, slot):  # type: ignore[no-untyped-def]
     """Give a free batch to a node."""
     placement.node_of[batch], placement.members[node, slot] = node, batch
@@ -253,7 +253,7 @@ def _place(step, placement, batch, node, slot):  # type: ignore[no-untyped-def]
     _add_shares(step, batch, first, -1, sends)
 
 
-@numba.njit(cache=True)
+@kernel
 def _release(step, placement, batch):  # type: ignore[no-untyped-def]
     """Make a batch free; -> the node and the slot that it had, FREE and 0 if it was."""
     node, slot = placement.node_of[batch], 0
@@ -266,7 +266,7 @@ def _release(step, placement, batch):  # type: ignore[no-untyped-def]
     return node, slot
 
 
-@numba.njit(cache=True)
+@kernel
 def _swap(step, placement, out, batch):  # type: ignore[no-untyped-def]
     """Put `batch` in the slot of `out`, and `out` in the slot of `batch` if it had one."""
     node, slot = _release(step, placement, out)
@@ -276,14 +276,14 @@ def _swap(step, placement, out, batch):  # type: ignore[no-untyped-def]
         _place(step, placement, out, other, other_slot)
 
 
-@numba.njit(cache=True)
+@kernel
 def _shares(step, batch, first, held):  # type: ignore[no-untyped-def]
     """Set `held` to the tokens of `batch` that each of the ranks from `first` on holds."""
     held[:] = 0
     _add_shares(step, batch, first, 1, held)
 
 
-@numba.njit(cache=True)
+@kernel
 def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-def]
     """Add to `totals`, `sign` times, the tokens of `batch` on each rank from `first` on."""
     examples = step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]
@@ -297,7 +297,7 @@ def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-de
         totals[local] += sign * step.lengths[example]
 
 
-@numba.njit(cache=True)
+@kernel
 def _improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
     """Make a swap that lowers the excess and lets `rank` send less, or two swaps; -> found."""
     min_gains = np.full(WIDTH, np.iinfo(np.int64).min)
@@ -316,7 +316,7 @@ def _improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
     return False
 
 
-@numba.njit(cache=True)
+@kernel
 def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def]
     """Make a swap for a rank of `node` that gains more than the last, of `gain`, lost; -> found."""
     first, sends = _node_sends(placement, node)
@@ -330,7 +330,7 @@ def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def
     return False
 
 
-@numba.njit(cache=True)
+@kernel
 def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untyped-def]
     """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, outs, ins).
 
@@ -371,7 +371,7 @@ def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untype
     return gains, outs, ins
 
 
-@numba.njit(cache=True)
+@kernel
 def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
     """Put a swap at its place among the best, after equal ones; the last drops out."""
     gains, outs, ins = best
@@ -382,7 +382,7 @@ def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
     gains[at], outs[at], ins[at] = gain, out, batch
 
 
-@numba.njit(cache=True)
+@kernel
 def _gain(sends, received, sent, target):  # type: ignore[no-untyped-def]
     """By how much a node's excess over `target` falls when its ranks give and take these tokens."""
     gain = np.int64(0)

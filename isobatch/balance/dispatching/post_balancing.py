@@ -24,9 +24,9 @@ longest ranges are the fewest, found by bisection: O(d log n) per bound, some 18
 
 from typing import Literal, get_args
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import kernel
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import FloatArray, Groups, IntArray
 
@@ -285,7 +285,7 @@ def _sums(loads: IntArray, batches: IntArray, num_batches: int) -> IntArray:
     return sums
 
 
-@numba.njit(cache=True)
+@kernel
 def _by_batch(batches, offsets):  # type: ignore[no-untyped-def]
     ends = offsets[:-1].copy()
     samples = np.empty(len(batches), np.int64)
@@ -303,7 +303,7 @@ def _descending(values: IntArray) -> IntArray:
     return np.asarray(_counting_sort(values, largest), dtype=np.int64)
 
 
-@numba.njit(cache=True)
+@kernel
 def _counting_sort(values, largest):  # type: ignore[no-untyped-def]
     starts = np.zeros(largest + 2, np.int32)
     for value in values:
@@ -318,7 +318,7 @@ def _counting_sort(values, largest):  # type: ignore[no-untyped-def]
     return order
 
 
-@numba.njit(cache=True)
+@kernel
 def _assign_by_sum(loads, order, sums, batches):  # type: ignore[no-untyped-def]
     """Give the examples of `order` to the batch of least sum, starting from `sums`; sets `batches`.
 
@@ -353,7 +353,7 @@ def _assign_by_sum(loads, order, sums, batches):  # type: ignore[no-untyped-def]
             last[total] = batch
 
 
-@numba.njit(cache=True)
+@kernel
 def _assign_by_squares(  # type: ignore[no-untyped-def]
     lengths, order, mean, tolerance, sums, batches
 ):
@@ -401,7 +401,7 @@ def _assign_by_squares(  # type: ignore[no-untyped-def]
                 waiting[total] = batch
 
 
-@numba.njit(cache=True)
+@kernel
 def _play(values, winners, batch, value):  # type: ignore[no-untyped-def]
     """Set a batch's value and replay its games up to the root: the least value wins, then batch."""
     node, winner = len(values) // 2 + batch, batch
@@ -416,7 +416,7 @@ def _play(values, winners, batch, value):  # type: ignore[no-untyped-def]
         values[node], winners[node] = value, winner
 
 
-@numba.njit(cache=True)
+@kernel
 def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[no-untyped-def]
     """Fill batches in `order` while examples x first <= bound; -> examples in all batches."""
     batch, size, first = -1, 0, np.int64(0)
@@ -430,7 +430,7 @@ def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[n
     return len(order)
 
 
-@numba.njit(cache=True)
+@kernel
 def _split_padded(ascending, num_batches):  # type: ignore[no-untyped-def]
     """Batch of each of the ascending lengths, for the least padded bound that the batches keep."""
     batches = np.empty(len(ascending), np.int64)
@@ -453,7 +453,7 @@ def _split_padded(ascending, num_batches):  # type: ignore[no-untyped-def]
     return batches
 
 
-@numba.njit(cache=True)
+@kernel
 def _num_ranges(ascending, bound, enough):  # type: ignore[no-untyped-def]
     """Number of ranges that keep `bound`; stops counting above `enough`."""
     start, ranges = 0, 0
@@ -463,7 +463,7 @@ def _num_ranges(ascending, bound, enough):  # type: ignore[no-untyped-def]
     return ranges
 
 
-@numba.njit(cache=True)
+@kernel
 def _range_end(ascending, start, bound):  # type: ignore[no-untyped-def]
     """The last end from `start` with examples x longest <= bound: that product only grows."""
     low, high = start + 1, len(ascending)
@@ -478,7 +478,7 @@ def _range_end(ascending, start, bound):  # type: ignore[no-untyped-def]
     return low
 
 
-@numba.njit(cache=True)
+@kernel
 def _split_attention(ascending, num_batches, weight):  # type: ignore[no-untyped-def]
     """Batch of each of the ascending lengths, for nearly the least bound on a batch's cost."""
     num = len(ascending)
@@ -498,7 +498,7 @@ def _split_attention(ascending, num_batches, weight):  # type: ignore[no-untyped
     return batches
 
 
-@numba.njit(cache=True)
+@kernel
 def _cut_within(  # type: ignore[no-untyped-def]
     ascending, before, weight, bound, num_batches, batches
 ):

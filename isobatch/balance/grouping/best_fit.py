@@ -25,13 +25,13 @@ from itertools import product
 from operator import mul
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.isf import shuffle
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
-from isobatch.balance.radix_sort import counting_sort
+from isobatch.balance.kernels import free_kernel, inner
+from isobatch.balance.radix_sort import sort_by
 from isobatch.balance.rng import GROUPS, random_bits
 from isobatch.common.types import Groups, IntArray, Limits, index_dtype
 
@@ -320,69 +320,68 @@ def _sums(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> list
 # --- one pass over a window ---
 
 
-@numba.njit(cache=True, nogil=True)
-def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-untyped-def]
+def run_pass(
+    packed: NDArray[np.uint64],
+    score: NDArray[np.int32],
+    rules: FillRules,
+    bits: np.uint64,
+    tolerance: int,
+    keep: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
     """Make groups until at most `keep` samples are left; -> (places, ends, slacks, tolerance).
 
-    `packed` (uint64) and `score` (int32) describe the samples, `state` seeds their order. `places`
-    (int32) holds all samples, group after group, then those left; `ends` is where each group ends
-    in it, `slacks` how much score each lacks to the caps. `tolerance`, the slack at which a group
-    is complete, follows the data: it falls with every group completed within it, else rises.
+    `packed` and `score` describe the samples, `bits` seeds their order. `places` holds all samples,
+    group after group, then those left; `ends` is where each group ends in it, `slacks` how much
+    score each lacks to the caps. `tolerance`, the slack at which a group is complete, follows the
+    data: it falls with every group completed within it, else rises.
     """
-    # the samples by rank, and a random order in which they come up
-    by_rank = np.arange(len(packed)).astype(np.int32)
-    by_rank = counting_sort(by_rank, (score.max() - score).astype(np.uint32))
-    pool = _make_pool(packed, score, by_rank)
-    buckets = _make_buckets(pool, rules)
-    order = np.arange(len(packed)).astype(np.int32)
-    shuffle(order, state)
-    # group after group
-    places = np.empty(len(packed), np.int32)
-    ends, slacks = np.empty(len(packed), np.int32), np.empty(len(packed), np.int32)
-    num_groups, size, head = 0, 0, 0
-    while len(packed) - size > keep:
+    num_samples = len(packed)
+    by_rank = sort_by((score.max() - score).astype(np.uint32)).astype(np.int32)
+    pool = _make_pool(packed[by_rank], score[by_rank])
+    # first rank whose score is not above those of each bucket
+    num_buckets = (rules.cap_score >> rules.bucket_shift) + 1
+    counts = np.bincount(score >> rules.bucket_shift, minlength=num_buckets)
+    buckets = (num_samples - np.cumsum(counts)).astype(np.int32)
+    places, ends, slacks = (np.empty(num_samples, np.int32) for _ in range(3))
+    order = np.arange(num_samples, dtype=np.int32)
+    start = bits, tolerance, keep
+    num_groups, size, tolerance = fill_groups(
+        pool, buckets, order, rules, (places, ends, slacks), start
+    )
+    places[size:] = np.flatnonzero(pool["next_left"][:-1] == np.arange(num_samples))
+    return by_rank[places], ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
+
+
+def _make_pool(packed: NDArray[np.uint64], score: NDArray[np.int32]) -> NDArray[np.void]:
+    """The samples by rank, all left, and a last record that is never gone: every search ends."""
+    num_samples = len(packed)
+    ends = np.append(np.flatnonzero(packed[1:] != packed[:-1]) + 1, num_samples)
+    pool = np.zeros(num_samples + 1, SAMPLE)
+    pool["next_left"] = np.arange(num_samples + 1)
+    pool["packed"][:-1] = packed
+    pool["score"][:-1] = score
+    pool["after"][:-1] = np.repeat(ends, np.diff(ends, prepend=0))
+    return pool
+
+
+@free_kernel
+def fill_groups(pool, buckets, order, rules, result, start):  # type: ignore[no-untyped-def]
+    """The kernel of `run_pass`; -> (number of groups, samples in them, tolerance)."""
+    places, ends, slacks = result
+    bits, tolerance, keep = start
+    shuffle(order, bits)
+    num_groups, size, head = 0, np.int64(0), np.int64(0)
+    while len(order) - size > keep:
         head = _next_in_order(pool, order, head)
         ahead = order[head : head + LOOKAHEAD]
         size, slack, hit = _make_group(pool, buckets, ahead, rules, places, (size, tolerance))
         tolerance += -(tolerance >> ADAPT) if hit else (tolerance >> ADAPT) + 1
         ends[num_groups], slacks[num_groups] = size, slack
         num_groups += 1
-    # what is left
-    for rank in range(len(packed)):
-        if pool[rank].next_left == rank:
-            places[size] = rank
-            size += 1
-    return by_rank[places], ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
+    return num_groups, size, tolerance
 
 
-@numba.njit(cache=True)
-def _make_pool(packed, score, by_rank):  # type: ignore[no-untyped-def]
-    """The samples by rank, all left, and a last record that is never gone: every search ends."""
-    num_samples = len(packed)
-    pool = np.empty(num_samples + 1, SAMPLE)
-    pool[num_samples].next_left = num_samples
-    for rank in range(num_samples - 1, -1, -1):
-        sample = pool[rank]
-        sample.packed, sample.score = packed[by_rank[rank]], score[by_rank[rank]]
-        sample.next_left = rank
-        same = rank + 1 < num_samples and sample.packed == pool[rank + 1].packed
-        sample.after = pool[rank + 1].after if same else rank + 1
-    return pool
-
-
-@numba.njit(cache=True)
-def _make_buckets(pool, rules):  # type: ignore[no-untyped-def]
-    """First rank whose score is not above those of each bucket."""
-    buckets = np.empty((rules.cap_score >> rules.bucket_shift) + 1, np.int32)
-    rank = 0
-    for bucket in range(len(buckets) - 1, -1, -1):
-        while rank < len(pool) - 1 and pool[rank].score >> rules.bucket_shift > bucket:
-            rank += 1
-        buckets[bucket] = rank
-    return buckets
-
-
-@numba.njit(cache=True)
+@inner
 def _next_in_order(pool, order, head):  # type: ignore[no-untyped-def]
     """Close the gaps among the next `LOOKAHEAD` samples from `head` on; -> place of the oldest."""
     write = min(head + LOOKAHEAD, len(order))
@@ -396,7 +395,7 @@ def _next_in_order(pool, order, head):  # type: ignore[no-untyped-def]
     return write
 
 
-@numba.njit(cache=True)
+@inner
 def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[no-untyped-def]
     """One group, from the oldest sample ahead; `progress` is (size of `places`, tolerance).
 
@@ -406,7 +405,7 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
     none = len(pool) - 1
     smallest = pool[none - 1].score
     free, slack, hit = rules.cap, rules.cap_score, False
-    add, other = _left_from(pool, 0 if rules.seed_largest else ahead[0]), none
+    add, other = _left_from(pool, np.int64(0 if rules.seed_largest else ahead[0])), none
     while add < none:
         # take the one or two samples that were chosen
         for rank in (add, other):
@@ -419,7 +418,7 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
         if slack < smallest:
             break
         # a sample that completes the group, else a pair, else the next member
-        one = _largest_that_fits(pool, buckets, rules, free, slack, -1)
+        one = _largest_that_fits(pool, buckets, rules, free, slack, np.int64(-1))
         if one < none and slack - pool[one].score <= tolerance:
             add = one
             hit = True
@@ -432,7 +431,7 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
     return size, slack, hit
 
 
-@numba.njit(cache=True)
+@inner
 def _next_member(pool, ahead, rules, free, slack, one):  # type: ignore[no-untyped-def]
     """The oldest or largest sample ahead that fits; or `one`, where that is larger."""
     largest = one
@@ -445,7 +444,7 @@ def _next_member(pool, ahead, rules, free, slack, one):  # type: ignore[no-untyp
     return largest
 
 
-@numba.njit(cache=True)
+@inner
 def _completing_pair(  # type: ignore[no-untyped-def]
     pool, buckets, ahead, rules, unfilled, tolerance
 ):
@@ -465,32 +464,32 @@ def _completing_pair(  # type: ignore[no-untyped-def]
         fits = is_there and (free - pool[rank].packed) & rules.guard == rules.guard
         if fits and smallest <= rest <= largest:
             tries -= 1
-            other = _largest_that_fits(pool, buckets, rules, free - pool[rank].packed, rest, rank)
+            less = free - pool[rank].packed
+            other = _largest_that_fits(pool, buckets, rules, less, rest, np.int64(rank))
             if other < none and rest - pool[other].score <= tolerance:
                 return np.int64(rank), other
     return none, none
 
 
-@numba.njit(cache=True)
+@inner
 def _largest_that_fits(pool, buckets, rules, free, slack, excluded):  # type: ignore[no-untyped-def]
     """Rank of the largest score that is left and fits, not `excluded`; none: past the last rank."""
     none = len(pool) - 1
-    rank = _left_from(pool, buckets[slack >> rules.bucket_shift])
+    rank = _left_from(pool, np.int64(buckets[slack >> rules.bucket_shift]))
     while rank < none and pool[rank].score > slack:
-        rank = _left_from(pool, pool[rank].after)
+        rank = _left_from(pool, np.int64(pool[rank].after))
     for _ in range(PROBES):
         if rank == excluded:
             rank = _left_from(pool, rank + 1)
         if rank == none or (free - pool[rank].packed) & rules.guard == rules.guard:
             return rank
-        rank = _left_from(pool, pool[rank].after)
+        rank = _left_from(pool, np.int64(pool[rank].after))
     return none
 
 
-@numba.njit(cache=True)
+@inner
 def _left_from(pool, rank):  # type: ignore[no-untyped-def]
     """The first rank from `rank` on that is left (union-find with path halving)."""
-    rank = np.int64(rank)
     while pool[rank].next_left != rank:
         pool[rank].next_left = pool[pool[rank].next_left].next_left
         rank = np.int64(pool[rank].next_left)

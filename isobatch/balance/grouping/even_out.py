@@ -22,11 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.balance.grouping.best_fit import group_best_fit
+from isobatch.balance.kernels import free_kernel, inlined, inner
 from isobatch.balance.metrics import epoch_ms
 from isobatch.balance.rng import EVEN, random_bits, random_permutation
 from isobatch.common.types import Groups, IntArray, Limits
@@ -217,208 +217,220 @@ def _pairs(distances: IntArray, failures: IntArray, seed: int, number: int) -> I
 # --- a pair divided again ---
 
 
-@numba.njit(cache=True, nogil=True)
-def divide_pairs(pairs, bits, state):  # type: ignore[no-untyped-def]
+class _Work(NamedTuple):
+    """Space for the samples of a pair that may change sides, first those of the first group."""
+
+    samples: IntArray
+    loads: NDArray[np.int64]
+    """Their loads, shape (2 * MAX_MOVABLE + 1, 3); after the last one zeros, for no sample."""
+    sides: NDArray[np.bool_]
+    """Which are in the second group, in the best division and in one that is tried."""
+    above: NDArray[np.int64]
+    """Loads above the mean of both groups in the one that is tried, shape (2, 3)."""
+    bounds: NDArray[np.int64]
+    """`scale`, `near` and `max_above` of the state."""
+
+
+def divide_pairs(pairs: IntArray, bits: NDArray[np.uint64], state: EvenState) -> NDArray[np.bool_]:
     """Divide the samples of each pair of groups again; -> whether each has become better."""
-    better = np.zeros(len(pairs), np.bool_)
-    work = np.empty((2 * MAX_MOVABLE, 3), np.int64)
-    for pair in range(len(pairs)):
-        one, other = pairs[pair]
-        num_one = _choose_movable(one, bits[pair], state)
-        num_other = _choose_movable(other, bits[pair], state)
-        # the samples that may change sides, first those of `one`
-        num = num_one + num_other
-        for place in range(num):
-            group, at = (one, place) if place < num_one else (other, place - num_one)
-            _fill(work[place], state.loads[state.members[state.starts[group] + at]])
-        sides = np.arange(num) >= num_one
-        above = state.above[one], state.above[other]
-        is_better = _best_division(work[:num], sides, above, bits[pair], state)
-        if is_better and _has_room(sides, num_one, one, other, state):
-            _move(sides, num_one, one, other, state)
-            better[pair] = True
+    work = _Work(
+        samples=np.empty(2 * MAX_MOVABLE, np.int64),
+        loads=np.empty((2 * MAX_MOVABLE + 1, 3), np.int64),
+        sides=np.empty((2, 2 * MAX_MOVABLE), bool),
+        above=np.empty((2, 3), np.int64),
+        bounds=np.stack([state.scale, state.near, state.max_above]),
+    )
+    better = np.zeros(len(pairs), bool)
+    divide_each(pairs, bits, state, work, better)
     return better
 
 
-@numba.njit(cache=True)
-def _choose_movable(group, bits, state):  # type: ignore[no-untyped-def]
+@free_kernel
+def divide_each(pairs, bits, state, work, better):  # type: ignore[no-untyped-def]
+    """The kernel of `divide_pairs`."""
+    members, starts, sizes = state.members, state.starts, state.sizes
+    for pair in range(len(pairs)):
+        one, other = pairs[pair, 0], pairs[pair, 1]
+        num_one = _choose_movable(members, starts[one], sizes[one], bits[pair])
+        num = num_one + _choose_movable(members, starts[other], sizes[other], bits[pair])
+        for place in range(num):
+            group, at = (one, place) if place < num_one else (other, place - num_one)
+            work.samples[place] = members[starts[group] + at]
+            for kind in range(3):
+                work.loads[place, kind] = state.loads[work.samples[place], kind]
+        for kind in range(3):
+            work.loads[num, kind] = 0
+        if not _best_division(num, num_one, (one, other), state.above, bits[pair], work):
+            continue
+        # to the first group, unless there are no places
+        grows = -num_one
+        for place in range(num):
+            grows += not work.sides[0, place]
+        room_one = starts[one + 1] - starts[one] - sizes[one]
+        room_other = starts[other + 1] - starts[other] - sizes[other]
+        if grows <= room_one and -grows <= room_other:
+            _shift_rest(members, starts[one] + num_one, sizes[one] - num_one, grows)
+            num_other = num - num_one
+            _shift_rest(members, starts[other] + num_other, sizes[other] - num_other, -grows)
+            sizes[one] += grows
+            sizes[other] -= grows
+            _move(num, num_one, one, other, state, work)
+            better[pair] = True
+
+
+@inner
+def _move(num, num_one, one, other, state, work):  # type: ignore[no-untyped-def]
+    """Put the movable samples on their sides, and their loads."""
+    next_one, next_other = state.starts[one], state.starts[other]
+    for place in range(num):
+        in_second = work.sides[0, place]
+        if in_second:
+            state.members[next_other] = work.samples[place]
+            next_other += 1
+        else:
+            state.members[next_one] = work.samples[place]
+            next_one += 1
+        if in_second != (place >= num_one):
+            for kind in range(3):
+                moved = work.loads[place, kind] if in_second else -work.loads[place, kind]
+                state.above[one, kind] -= moved
+                state.above[other, kind] += moved
+
+
+@inner
+def _choose_movable(members, start, size, bits):  # type: ignore[no-untyped-def]
     """Put the samples of a group that may change sides first, random ones; -> their number."""
-    start, size = state.starts[group], state.sizes[group]
     num = min(size, MAX_MOVABLE)
     if num < size:
         for place in range(num):
             bits = _next_bits(bits)
-            other = place + np.int64(bits % np.uint64(size - place))
-            members = state.members
-            members[start + place], members[start + other] = (
-                members[start + other],
-                members[start + place],
-            )
+            other = start + place + np.int64(bits % np.uint64(size - place))
+            member = members[start + place]
+            members[start + place] = members[other]
+            members[other] = member
     return num
 
 
-@numba.njit(cache=True)
-def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped-def]
-    """The best division found, into `sides`; -> whether it is better than the given one.
+@inner
+def _shift_rest(members, start, size, places):  # type: ignore[no-untyped-def]
+    """Move what is after a group's movable samples, in its order."""
+    for number in range(size):
+        at = start + (size - 1 - number if places > 0 else number)
+        members[at + places] = members[at]
 
-    `above` is what each of the two groups has above the mean.
+
+@inner
+def _best_division(num, num_one, pair, above, bits, work):  # type: ignore[no-untyped-def]
+    """The best division found, into the first of `work.sides`; -> whether it is a better one.
+
+    `above` is what all groups have above the mean.
     """
-    one, other = above
-    min_cost = _cost(one, state) + _cost(other, state)
-    before = sides.copy()
-    tried = np.empty_like(sides)
-    first, second = np.empty_like(one), np.empty_like(other)
+    sides, tried = work.sides[0], work.sides[1]
+    for place in range(num):
+        sides[place] = place >= num_one
+    _begin(num, num_one, pair, above, sides, work)
+    min_cost = _cost(work.above, work.loads, work.bounds, num, num)
     better = False
     for change in range(CHANGES):
-        _fill(tried, sides)
+        for place in range(num):
+            tried[place] = sides[place]
         for _ in range(0 if change == 0 else 1 + change % 3):
             bits = _next_bits(bits)
-            changed = np.int64(bits % np.uint64(len(sides)))
+            changed = np.int64(bits % np.uint64(num))
             tried[changed] = not tried[changed]
-        _fill(first, one)
-        _fill(second, other)
-        for place in range(len(tried)):
-            if tried[place] != before[place]:
-                _shift(first, second, loads[place], tried[place])
-        cost = _descend(loads, tried, first, second, state)
-        if cost < min_cost and not _breaks(first, state) and not _breaks(second, state):
+        _begin(num, num_one, pair, above, tried, work)
+        cost = _descend(num, work.loads, tried, work.above, work.bounds)
+        if cost < min_cost and not _breaks(work.above, work.bounds):
             min_cost = cost
             better = True
-            _fill(sides, tried)
+            for place in range(num):
+                sides[place] = tried[place]
         if min_cost <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
             break
     return better
 
 
-@numba.njit(cache=True)
-def _descend(loads, sides, first, second, state):  # type: ignore[no-untyped-def]
+@inner
+def _begin(num, num_one, pair, above, sides, work):  # type: ignore[no-untyped-def]
+    """Set what both groups have above the mean in a division."""
+    for kind in range(3):
+        work.above[0, kind] = above[pair[0], kind]
+        work.above[1, kind] = above[pair[1], kind]
+    for place in range(num):
+        if sides[place] != (place >= num_one):
+            _change_side(work.above, work.loads, place, sides[place])
+
+
+@inner
+def _descend(num, loads, sides, above, bounds):  # type: ignore[no-untyped-def]
     """Change the side of the sample or pair of samples that brings most, while any does; -> cost.
 
     Changes `sides` and the two groups' loads above the mean.
     """
-    cost = _cost(first, state) + _cost(second, state)
-    for _ in range(4 * len(sides)):
-        min_cost, single, partner = cost, -1, -1
-        for place in range(len(sides)):
-            changed_cost = _cost_after(first, second, loads[place], sides[place], state)
+    cost = _cost(above, loads, bounds, num, num)
+    for _ in range(4 * num):
+        min_cost, single, partner = cost, num, num
+        for place in range(num):
+            to, back = (num, place) if sides[place] else (place, num)
+            changed_cost = _cost(above, loads, bounds, to, back)
             if changed_cost < min_cost:
-                min_cost, single, partner = changed_cost, place, -1
-            if not sides[place]:
-                changed_cost, twin = _best_swap(loads, sides, place, first, second, state)
-                if changed_cost < min_cost:
-                    min_cost, single, partner = changed_cost, place, twin
-        if single < 0:
+                min_cost, single, partner = changed_cost, place, num
+            for twin in range(num if not sides[place] else 0):
+                if sides[twin]:
+                    changed_cost = _cost(above, loads, bounds, place, twin)
+                    if changed_cost < min_cost:
+                        min_cost, single, partner = changed_cost, place, twin
+        if single == num:
             break
         cost = min_cost
         sides[single] = not sides[single]
-        _shift(first, second, loads[single], sides[single])
-        if partner >= 0:
+        _change_side(above, loads, single, sides[single])
+        if partner < num:
             sides[partner] = False
-            _shift(first, second, loads[partner], False)
+            _change_side(above, loads, partner, sides[partner])
     return cost
 
 
-@numba.njit(cache=True)
-def _best_swap(loads, sides, place, first, second, state):  # type: ignore[no-untyped-def]
-    """The best sample of the second group to change sides with one of the first: (cost, place)."""
-    min_cost, best = np.int64(1 << 62), -1
-    for twin in range(len(sides)):
-        if sides[twin]:
-            cost = np.int64(0)
-            for kind in range(3):
-                moved = loads[place, kind] - loads[twin, kind]
-                cost += _cost_of(kind, first[kind] - moved, state)
-                cost += _cost_of(kind, second[kind] + moved, state)
-            if cost < min_cost:
-                min_cost, best = cost, twin
-    return min_cost, best
-
-
-@numba.njit(cache=True)
-def _fill(target, source):  # type: ignore[no-untyped-def]
-    """Copy as `target[:] = source`, which numba takes a second to compile, with its errors."""
-    for place in range(len(source)):
-        target[place] = source[place]
-
-
-@numba.njit(cache=True, inline="always")
-def _shift(first, second, load, to_second):  # type: ignore[no-untyped-def]
-    """Move a sample's loads from one group to the other."""
-    sign = -1 if to_second else 1
+@inner
+def _change_side(above, loads, sample, to_second):  # type: ignore[no-untyped-def]
     for kind in range(3):
-        first[kind] += sign * load[kind]
-        second[kind] -= sign * load[kind]
+        moved = loads[sample, kind] if to_second else -loads[sample, kind]
+        above[0, kind] -= moved
+        above[1, kind] += moved
 
 
-@numba.njit(cache=True, inline="always")
-def _cost_of(kind, above, state):  # type: ignore[no-untyped-def]
+@inlined
+def _cost(above, loads, bounds, to, back):  # type: ignore[no-untyped-def]
+    """Cost of both groups after sample `to` has gone to the second, and `back` has come from it."""
+    cost = np.int64(0)
+    for kind in range(3):
+        moved = loads[to, kind] - loads[back, kind]
+        cost += _cost_of(kind, above[0, kind] - moved, bounds)
+        cost += _cost_of(kind, above[1, kind] + moved, bounds)
+    return cost
+
+
+@inlined
+def _cost_of(kind, above, bounds):  # type: ignore[no-untyped-def]
     """Squared distance to the mean of one load; more where it is costly, or over a cap."""
-    units = min(max(above * state.scale[kind] >> SCALE_BITS, -FAR), FAR)
+    units = min(max(above * bounds[0, kind] >> SCALE_BITS, -FAR), FAR)
     cost = units * units
-    if units > state.near[kind]:
-        cost += COSTLY * (units - state.near[kind]) * (units - state.near[kind])
-    if above > state.max_above[kind]:
+    if units > bounds[1, kind]:
+        cost += COSTLY * (units - bounds[1, kind]) * (units - bounds[1, kind])
+    if above > bounds[2, kind]:
         cost += COSTLY * units * units
     return cost
 
 
-@numba.njit(cache=True)
-def _cost(above, state):  # type: ignore[no-untyped-def]
-    cost = np.int64(0)
-    for kind in range(3):
-        cost += _cost_of(kind, above[kind], state)
-    return cost
+@inner
+def _breaks(above, bounds):  # type: ignore[no-untyped-def]
+    for group in range(2):
+        if above[group, 0] > bounds[2, 0] or above[group, 1] > bounds[2, 1]:
+            return True
+    return False
 
 
-@numba.njit(cache=True, inline="always")
-def _cost_after(first, second, load, in_second, state):  # type: ignore[no-untyped-def]
-    """Cost of both groups after a sample has changed sides."""
-    sign = 1 if in_second else -1
-    cost = 0
-    for kind in range(3):
-        cost += _cost_of(kind, first[kind] + sign * load[kind], state)
-        cost += _cost_of(kind, second[kind] - sign * load[kind], state)
-    return cost
-
-
-@numba.njit(cache=True)
-def _breaks(above, state):  # type: ignore[no-untyped-def]
-    return above[0] > state.max_above[0] or above[1] > state.max_above[1]
-
-
-@numba.njit(cache=True)
-def _has_room(sides, num_one, one, other, state):  # type: ignore[no-untyped-def]
-    """Whether both groups have places for the samples of a division."""
-    grows = len(sides) - np.int64(np.sum(sides)) - num_one
-    room_one = state.starts[one + 1] - state.starts[one] - state.sizes[one]
-    room_other = state.starts[other + 1] - state.starts[other] - state.sizes[other]
-    return grows <= room_one and -grows <= room_other
-
-
-@numba.njit(cache=True)
-def _move(sides, num_one, one, other, state):  # type: ignore[no-untyped-def]
-    """Move the movable samples to their sides."""
-    members, starts, sizes = state.members, state.starts, state.sizes
-    num = len(sides)
-    movable = np.empty(num, np.int64)
-    for place in range(num):
-        group, at = (one, place) if place < num_one else (other, place - num_one)
-        movable[place] = members[starts[group] + at]
-    for group, side, had in ((one, False, num_one), (other, True, num - num_one)):
-        rest = members[starts[group] + had : starts[group] + sizes[group]].copy()
-        at = starts[group]
-        for place in range(num):
-            if sides[place] == side:
-                members[at] = movable[place]
-                at += 1
-        _fill(members[at : at + len(rest)], rest)
-        sizes[group] = at + len(rest) - starts[group]
-    for place in range(num):
-        if sides[place] != (place >= num_one):
-            _shift(state.above[one], state.above[other], state.loads[movable[place]], sides[place])
-
-
-@numba.njit(cache=True, inline="always")
+@inner
 def _next_bits(bits):  # type: ignore[no-untyped-def]
     """Xorshift (Marsaglia 2003)."""
     bits ^= bits << np.uint64(13)

@@ -17,10 +17,10 @@ Where the paper leaves a gap or its reference code loses samples, the rule here 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from isobatch.balance.grouping.resources import Load, PackedLoads, Resource, resources_of
+from isobatch.balance.kernels import inner, kernel
 from isobatch.common.types import Groups, Limits, index_dtype
 
 DEFAULT_ITERATIONS = 10
@@ -80,7 +80,7 @@ def _filter_of(packing: PackedLoads) -> _Filter:
     return _Filter(*map(np.uint64, (packing.cap, packing.guard, near, reachable)))
 
 
-@numba.njit(cache=True)
+@kernel
 def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-def]
     """Run all iterations; sorts `samples` into the groups of the best pass; -> their offsets.
 
@@ -121,7 +121,7 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
     return kept_offsets[: best_kept_groups + best_rest_groups + 1]
 
 
-@numba.njit(cache=True)
+@inner
 def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
     """Put the members of groups that passed first, both parts in their order; -> how many."""
     num_passed = 0
@@ -143,7 +143,7 @@ def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
     return num_passed
 
 
-@numba.njit(cache=True)
+@inner
 def _fill(order, packed, limits, offsets, passed):  # type: ignore[no-untyped-def]
     """One pass: cut `order` into groups; sets `offsets` and `passed`; -> number of groups."""
     num_groups = 0
@@ -161,7 +161,7 @@ def _fill(order, packed, limits, offsets, passed):  # type: ignore[no-untyped-de
     return num_groups + 1
 
 
-@numba.njit(cache=True)
+@inner
 def shuffle(values, state):  # type: ignore[no-untyped-def]
     """Fisher-Yates in place, with the random numbers of SplitMix64 (Steele, Lea, Flood 2014)."""
     for last in range(len(values) - 1, 0, -1):
@@ -171,7 +171,7 @@ def shuffle(values, state):  # type: ignore[no-untyped-def]
         values[place], values[last] = values[last], values[place]
 
 
-@numba.njit(cache=True)
+@inner
 def mix(bits):  # type: ignore[no-untyped-def]
     """SplitMix64's finaliser: every input bit changes every output bit."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -14,11 +14,11 @@ is left to the order. Pure; integers only. 2,048 samples take a millisecond.
 import math
 from bisect import bisect_left
 
-import numba
 import numpy as np
 
 from isobatch.balance.grouping.caps import PaddedChoice
 from isobatch.balance.grouping.window import WAITING_SHARE, planned_order
+from isobatch.balance.kernels import free_kernel
 from isobatch.balance.metrics import longest
 from isobatch.common.types import Groups, IntArray, Limits
 
@@ -133,7 +133,7 @@ def _cut(rows: IntArray, vision: IntArray, tokens: IntArray, limits: Limits) -> 
     return Groups(rows, offsets)
 
 
-@numba.njit(cache=True, nogil=True)
+@free_kernel
 def _cheapest_cut(vision, tokens, max_vision, max_tokens):  # type: ignore[no-untyped-def]
     """Offsets of the fewest batches that fit, int64, of those with the least area.
 

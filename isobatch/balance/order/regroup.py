@@ -17,11 +17,11 @@ any number of threads, so an order's state (`balance.order.step_order`) resumes 
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 
 from isobatch.balance.grouping.isf import mix
 from isobatch.balance.grouping.resources import Load
+from isobatch.balance.kernels import free_kernel
 from isobatch.balance.radix_sort import counting_sort
 from isobatch.balance.rng import WINDOWS, random_bits
 from isobatch.common.types import Groups, IntArray, Limits, index_dtype
@@ -104,7 +104,7 @@ def regroup(
     return Groups(samples, stored.offsets)
 
 
-@numba.njit(cache=True, nogil=True)
+@free_kernel
 def _exchange(loads, keys, offsets, caps, state):  # type: ignore[no-untyped-def]
     """Places of the samples after trades, group after group, int32.
 

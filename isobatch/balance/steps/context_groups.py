@@ -8,9 +8,9 @@ every rank plans the same.
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from isobatch.balance.kernels import free_kernel
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import FloatArray, IntArray
 
@@ -106,7 +106,7 @@ def plan_context_groups(
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@free_kernel
 def _place(
     times: FloatArray, sizes: IntArray, order: IntArray, num_ranks: int
 ) -> tuple[IntArray, FloatArray]:

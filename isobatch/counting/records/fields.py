@@ -145,7 +145,9 @@ def unread_texts(unread: Sequence[Unread]) -> tuple[str, str] | None:
     if not by_path:
         return None
     paths, values = zip(*reversed(by_path.items()), strict=True)
-    return json.dumps(paths, ensure_ascii=False), json.dumps(values, ensure_ascii=False)
+    # a key may hold half of a surrogate pair, which no table takes
+    valid = [path.encode("utf-8", "backslashreplace").decode() for path in paths]
+    return json.dumps(valid, ensure_ascii=False), json.dumps(values, ensure_ascii=False)
 
 
 def never_read(rows: Iterable[tuple[str, int, str]]) -> NeverRead:

@@ -22,13 +22,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from isobatch.common.errors import ConfigError
 
 MOST_STEPS = 10_000_000
 """Rounds of loops and calls of macros in one rendering: some seconds."""
-MOST_SECONDS = 20.0
-"""Time of one rendering. A count of steps alone would let each of them be long."""
+MOST_SECONDS = 5.0
+"""Time of the processor in one rendering; a count of steps would let each of them be long."""
+MOST_NESTED = 1_000_000
+"""Items of a list with those of the lists in it, each as often as it would be written."""
 MOST_CHARS = 2**24
 """Characters of a text that a template makes, and items of a list: 16 books."""
 
@@ -48,7 +51,7 @@ _LOOP_ATTRIBUTES = frozenset(("first", "last", "index", "index0", "length", "pre
 _GROWING_METHODS = frozenset(("replace", "join", "center", "ljust", "rjust", "zfill", "expandtabs"))
 _GROWING_FILTERS = (
     *("batch", "center", "e", "escape", "forceescape", "format", "indent", "join", "pprint"),
-    *("replace", "slice", "sum", "tojson", "urlencode", "urlize", "wordwrap", "xmlattr"),
+    *("list", "replace", "slice", "sum", "tojson", "urlencode", "urlize", "wordwrap", "xmlattr"),
 )
 _WIDTH = re.compile(r"%[^a-zA-Z%]*([0-9]{7}|[*])|[{][^{}]*[0-9]{7}|[{][^{}]+[{]")
 
@@ -128,7 +131,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def begin(self) -> None:
         """Begin a rendering, which has all steps and seconds."""
         self._steps = 0
-        self._deadline = time.monotonic() + MOST_SECONDS
+        self._deadline = time.thread_time() + MOST_SECONDS
 
     def count_step(self) -> None:
         """Count a round of a loop, or a call of a macro."""
@@ -136,13 +139,39 @@ class _Environment(ImmutableSandboxedEnvironment):
         if steps & _STEPS_PER_LOOK == 0:
             if steps > MOST_STEPS:
                 raise TemplateLimitError(f"its loops take more than {MOST_STEPS:,} steps")
-            if time.monotonic() > self._deadline:
+            if time.thread_time() > self._deadline:
                 raise TemplateLimitError(f"it takes more than {MOST_SECONDS:.0f} s")
 
     def sized(self, value: Any) -> Any:
         """A text or a list that was made, if it is not too long."""
-        if type(value) in _SIZED and len(value) > MOST_CHARS:
-            raise _too_long()
+        if type(value) in _SIZED:
+            if len(value) > MOST_CHARS:
+                raise _too_long()
+            if type(value) is not str:
+                self.nested(value)
+        return value
+
+    def nested(self, value: Any) -> Any:
+        """A list, tuple or dict that was made, if writing it out would end.
+
+        `[a, a]` of such lists, 60 times, takes no memory, and its text more than there is.
+        """
+        waiting = [value]
+        count = 0
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, Namespace):
+                item = item._Namespace__attrs
+            if isinstance(item, dict):
+                waiting += item.values()
+            elif isinstance(item, list | tuple):
+                waiting += [one for one in item if type(one) not in _PLAIN]
+            else:
+                continue
+            count += 1 + len(item)
+            if count > MOST_NESTED:
+                raise TemplateLimitError(f"it makes lists in lists of more than {MOST_NESTED:,}")
+        self._steps += count // _STEPS_PER_LOOK * (_STEPS_PER_LOOK + 1)
         return value
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -159,6 +188,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         if name in _GROWING_METHODS and isinstance(whole := getattr(obj, "__self__", None), str):
             _require_small(name, whole, args, kwargs)
             return self.sized(super().call(context, obj, *args, **kwargs))
+        if obj is dict or obj is Namespace:
+            return self.nested(super().call(context, obj, *args, **kwargs))
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -181,7 +212,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             size, times = (second, first) if isinstance(first, int) else (first, second)
             if isinstance(times, int) and hasattr(size, "__len__"):
                 _require_length(len(size) * times)
-        return super().call_binop(context, operator, first, second)
+        return self.sized(super().call_binop(context, operator, first, second))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -215,6 +246,25 @@ class _Generator(CodeGenerator):
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._visit_sum(node, frame, super().visit_Add)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._visit_nested(node, frame, super().visit_List)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._visit_nested(node, frame, super().visit_Tuple)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._visit_nested(node, frame, super().visit_Dict)
+
+    def _visit_nested(self, node: Any, frame: Frame, visit: Callable[[Any, Frame], None]) -> None:
+        depth, self._depth = self._depth, 0
+        self.write("environment.nested(")
+        visit(node, frame)
+        self.write(")")
+        self._depth = depth
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self._visit_sum(node, frame, super().visit_Concat)
@@ -330,6 +380,7 @@ def _mark_of(value: nodes.Expr, number: int, loop: nodes.For) -> nodes.Output:
 # --- limits ---
 
 _SIZED = frozenset((str, list, tuple))
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def _too_long() -> TemplateLimitError:
@@ -380,16 +431,18 @@ def _require_small_filter(name: str, values: Sequence[Any]) -> None:
         _require_length(len(texts[0]) + texts[0].count("\n") * max(numbers, default=4))
 
 
-def _limited(filter_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited(
+    filter_name: str, function: Callable[..., Any], sized: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """A filter, unless it makes a much longer text than it is given."""
 
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
         _require_small_filter(filter_name, [*args, *kwargs.values()])
         result = function(*args, **kwargs)
-        if type(result) in _SIZED:
-            _require_length(len(result))
-        return result
+        if filter_name in ("batch", "slice"):  # they may repeat what they fill up with
+            result = list(result)
+        return sized(result)
 
     return limited
 
@@ -404,7 +457,7 @@ def _environment(day: date, *, marks_turns: bool) -> _Environment:
     environment.marks_turns = marks_turns
     environment.filters["tojson"] = _to_json
     for name in _GROWING_FILTERS:
-        environment.filters[name] = _limited(name, environment.filters[name])
+        environment.filters[name] = _limited(name, environment.filters[name], environment.sized)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = day.strftime
     environment.globals["lipsum"] = _no_lipsum

@@ -145,8 +145,9 @@ class ProvenEncoder:
         unknown = set().union(*others.values()) - self._right - self._wrong
         marks = set(filter(unicodedata.combining, unknown))
         compared = sorted(unknown - marks)
-        equal = iter(self._compare(list(self._in_contexts(compared))))
-        right = {char for char in compared if all([next(equal) for _ in _CONTEXTS])}
+        equal = self._compare(list(self._in_contexts(compared)))
+        width = len(_CONTEXTS)
+        right = {char for k, char in enumerate(compared) if all(equal[k * width :][:width])}
         self._right |= right
         self._wrong |= unknown - right
         return [

@@ -8,6 +8,7 @@ through the SQLite index that `energon prepare` writes, so that no list of them 
 
 import re
 import sqlite3
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -30,6 +31,10 @@ MEDIA_KEYS = frozenset(
 PATH_KEYS = MEDIA_KEYS | {"url", "path", "image_name"}
 """Keys under which it is one in an object of media: under such a key, or of such a `type`."""
 _ENTRY = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
+QUERY_S = 5.0
+"""Time of the processor that finding a name may take: it takes microseconds."""
+_OPERATIONS = 100_000
+"""Operations of SQLite's machine between two looks at the time."""
 _QUERY = """
 SELECT samples.tar_file_id, parts.content_byte_offset, parts.content_byte_size
 FROM samples JOIN sample_parts AS parts
@@ -64,7 +69,10 @@ class _Members:
                 uri = f"{index.as_uri()}?mode=ro&immutable=1"
                 # threads of a process ask one after the other
                 self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
-                self._index.execute(_QUERY, ("", ""))
+                self._index.execute("PRAGMA trusted_schema = OFF")
+                # a view in place of a table could count for ever
+                self._index.set_progress_handler(self._is_late, _OPERATIONS)
+                self._row_of("", "")
         except sqlite3.Error as error:
             raise self._damaged(error) from None
 
@@ -74,13 +82,20 @@ class _Members:
         if match is None:
             return None
         try:
-            row = self._index.execute(_QUERY, match.groups()).fetchone()
+            row = self._row_of(*match.groups())
             if row is None:
                 return None
             shard, offset, size = row
             return Media(name, container=prefix + self._shards[shard], offset=offset, size=size)
         except (sqlite3.Error, IndexError, TypeError) as error:
             raise self._damaged(error) from None
+
+    def _row_of(self, key: str, part: str) -> Any:
+        self._end = time.thread_time() + QUERY_S
+        return self._index.execute(_QUERY, (key, part)).fetchone()
+
+    def _is_late(self) -> bool:
+        return time.thread_time() > self._end
 
     def _damaged(self, error: Exception) -> DataError:
         again = "run `energon prepare` there again"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.common.errors import ConfigError
+from isobatch.common.visible_text import shown
 from isobatch.packer.sources.base import require_known
 from isobatch.packer.sources.columns import Columns
 from isobatch.packer.sources.trainers.sampling import Sampling
@@ -93,8 +94,12 @@ def _place(entry: Mapping[str, Any], path: Path, where: str) -> str:
     if on_hub := next((key for key in ("subset", "folder", "revision") if entry.get(key)), None):
         raise ConfigError(f"{where}: {on_hub} is for datasets on the Hub, and this one is a file")
     place = path.parent / str(entry["file_name"])
-    if not place.exists() or place.name == INFO_NAME:
-        raise ConfigError(f"{where}: no data file {place}")
+    try:
+        is_there = place.exists() and place.name != INFO_NAME
+    except (OSError, ValueError):  # a name that no file system takes
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"{where}: no data file {shown(str(place))}")
     split = entry.get("split") or "train"
     if split != "train" and not place.is_dir():
         raise ConfigError(f"{where}: a file has no split {str(split)[:40]!r}")
@@ -131,7 +136,8 @@ def _columns(entry: Mapping[str, Any], where: str) -> Columns:
         return Columns(
             names=(*_alpaca(columns, renames is None, is_ranking), *common), is_complete=True
         )
-    tag_values = dict(TAGS) if tags is None else {k: v for k, v in tags.items() if v is not None}
+    all_tags = TAGS if tags is None else tags or {}
+    tag_values = {key: value for key, value in all_tags.items() if value is not None}
     return Columns(
         names=(("messages", columns.get("messages", "conversations")), *common),
         is_complete=True,

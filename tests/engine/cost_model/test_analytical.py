@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.costs import COLUMNS
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads, labelled
@@ -16,6 +15,7 @@ from isobatch.engine.cost_model.operations import Attention, MatMul
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.models.clusters import load_cluster
 from isobatch.models.flops import ComputeLoad, FlopsModel
 from isobatch.models.layer_bytes import LOSS_CHUNK
 from isobatch.models.presets import load_model

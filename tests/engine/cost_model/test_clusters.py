@@ -6,8 +6,8 @@ import pytest
 
 from isobatch.common.config import preset_names
 from isobatch.common.errors import ConfigError
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.parallel import Parallelism
+from isobatch.models.clusters import load_cluster
 from support.cases import for_each
 
 PROMISED = ["a100_80g", "a100_80g_4gpu", "a100_80g_half_network", "gh200", "h100", "h200"]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.parallel import Parallelism, Training, reduction_ns
 from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.clusters import load_cluster
 
 A100 = load_cluster("a100_80g")
 BILLION = np.array([1_000_000_000])

@@ -11,7 +11,6 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.costs import MEMORY
 from isobatch.engine.cost_model.layer_list import phases_of
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads, labelled
@@ -27,6 +26,7 @@ from isobatch.engine.cost_model.profile_table import (
     read_profile,
     write_profile,
 )
+from isobatch.models.clusters import load_cluster
 from isobatch.models.layer_bytes import LOSS_CHUNK
 from isobatch.models.presets import load_model
 

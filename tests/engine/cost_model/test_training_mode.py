@@ -5,10 +5,10 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from support.cases import for_each
 

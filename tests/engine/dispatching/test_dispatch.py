@@ -8,9 +8,9 @@ from papers.dispatch_times import TokenBytes, phase_cost, phase_times, phase_vol
 
 from isobatch.balance.dispatching.all_to_all import from_assignment
 from isobatch.common.errors import ConfigError
-from isobatch.engine.cost_model.clusters import Link
 from isobatch.engine.cost_model.loads import PhaseLoads
 from isobatch.engine.dispatching.dispatch import PHASES, DispatchOptions, Examples, plan_dispatch
+from isobatch.models.clusters import Link
 from support.cases import for_each
 from support.costs.linear_costs import LinearModel
 from support.costs.random_examples import random_counts, uneven_offsets

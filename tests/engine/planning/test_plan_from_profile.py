@@ -7,7 +7,6 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_costs
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.layer_list import phases_of
 from isobatch.engine.cost_model.loads import largest_micro_batch
 from isobatch.engine.cost_model.parallel import Parallelism
@@ -21,6 +20,7 @@ from isobatch.engine.planning.bmp import greedy_anchor
 from isobatch.engine.planning.plan import read_plan, write_plan
 from isobatch.engine.planning.planner import plan_from_profile
 from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from support.costs.plan_questions import plan_request, uneven_loads
 

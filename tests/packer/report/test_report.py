@@ -8,7 +8,6 @@ import io
 import json
 import re
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from isobatch.packer.report.figures import BEFORE, make_report
 from isobatch.packer.report.html import render_html, write_html
 from isobatch.packer.report.terminal import print_report
 from isobatch.shards.tables import COUNTS_SCHEMA, groups_table, write_table
-from support.builds.report_data import make_counts, write_build
+from support.builds.report_data import make_counts, read_page, write_build
 
 METHOD_KEYS = {
     "avg_batch_size",
@@ -268,47 +267,12 @@ def test_the_printed_table_fits_80_columns_and_shows_every_method(tmp_path: Path
     assert f"{report.methods['ours'].dist_ratio_llm:.4f}" in text.getvalue()
 
 
-VOID = {"meta", "br", "path"}
-
-
-class Page(HTMLParser):
-    """Checks that tags balance, and collects text and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: dict[str, list[str]] = {}
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            self.attributes.setdefault(name, []).append(value or "")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_page_is_whole_self_contained_and_shows_the_figures(tmp_path: Path) -> None:
     write_build(tmp_path, make_counts(1_000), rejected={"<script>alert(1)</script>": 2})
     report = make_report(tmp_path)
     write_html(report, tmp_path / "report.html")
     source = (tmp_path / "report.html").read_text("utf-8")
-    page = Page()
-    page.feed(source)
-    page.close()
-    assert page.open == []
+    page = read_page(source)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags), (
         "needs something from elsewhere"
     )

@@ -2,6 +2,7 @@
 read them.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,16 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from isobatch.models.presets import load_model
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.inspect.html import write_group_html
 from isobatch.packer.inspect.view import inspect_group
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.figures import make_report
-from isobatch.packer.report.html import write_html
+from isobatch.packer.report.gpu_hours import GpuQuestion, PackedEpoch, predict_hours
+from isobatch.packer.report.html import write_comparison, write_html
+from isobatch.shards.tables import GROUPS_NAME, read_groups, read_table
 from support.browser import find_browser, open_browser
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 from support.builds.report_data import make_counts, write_build
@@ -43,7 +47,23 @@ def report_page(tmp_path_factory):
     write_build(
         folder, make_counts(4_000), rejected={"missing_image": 12, "corrupt_image": 3}, sources=3
     )
-    write_html(make_report(folder), folder / "report.html")
+    report = make_report(folder, dp=4)
+    question = GpuQuestion(gpu="h100", num_gpus=64, price=2.5)
+    counts = make_counts(4_000)
+    epoch = PackedEpoch(
+        counts=counts,
+        groups=read_groups(read_table(folder / GROUPS_NAME)),
+        limits=report.limits,
+        dp=4,
+        seed=0,
+        num_packed=1_000_000,
+    )
+    hours = predict_hours(question, load_model("internvl_1_5"), epoch)
+    unread = {"a long path/" * 9: {"key" * 40: (3, '"' + "value " * 40 + '"')}}
+    report = replace(report, gpu_hours=hours, never_read=unread)
+    write_html(report, folder / "report.html")
+    places = ["s3://bucket/" + "folder" * 30, "packed"]
+    write_comparison([report, report], places, folder / "comparison.html")
     return folder / "report.html"
 
 
@@ -119,9 +139,13 @@ def look(browser, path: Path, width: int, mode: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("width", [420, 1000])
+@pytest.mark.parametrize("width", [420, 900, 1440])
 def test_the_report_is_readable(browser, report_page, width, mode, tmp_path):
     shown = look(browser, report_page, width, mode, tmp_path)
+    # what matters of each table is there without scrolling to the side
+    headings = {"".join(block["text"].split()): block for block in shown["blocks"]}
+    for column in ("distViT", "distLLM", "GPUhours", "cost", "timewaiting", "why,andthefirst"):
+        assert 0 <= headings[column]["left"] < headings[column]["right"] <= width, column
     assert (
         len(shown["charts"]) == 10
     )  # before and after, of both loads: ranks; and samples too: distributions
@@ -140,7 +164,28 @@ def test_the_report_is_readable(browser, report_page, width, mode, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("width", [420, 1000])
+@pytest.mark.parametrize("width", [420, 900, 1440])
+def test_two_builds_are_next_to_each_other(browser, report_page, width, mode, tmp_path):
+    shown = look(browser, report_page.parent / "comparison.html", width, mode, tmp_path)
+    columns = [block for block in shown["blocks"] if block["text"] in ("A", "B")]
+    assert len(columns) == 2
+    assert all(0 <= block["left"] < block["right"] <= width for block in columns)
+
+
+def test_a_page_prints_black_on_white_and_whole(browser, report_page):
+    browser.open(report_page, width=794, dark=True)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", media="print", features=dark)
+    shown = browser.measure()
+    browser.call("Emulation.setEmulatedMedia", media="screen", features=dark)
+    assert shown["background"] == "rgb(255, 255, 255)"
+    assert shown["page_width"] <= 794
+    # nothing can be scrolled on paper
+    assert [b["text"] for b in shown["blocks"] if b["right"] > 794 + EDGE] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("width", [420, 900, 1440])
 def test_the_page_of_a_group_is_readable(browser, group_page, width, mode, tmp_path):
     shown = look(browser, group_page, width, mode, tmp_path)
     pictures = shown["images"]

@@ -133,13 +133,14 @@ def test_hub_ids_are_told_from_paths():
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A repository org/name with the files of a folder, as the clients of the Hub would give it."""
-    fake = SimpleNamespace(folder=tmp_path, error=None, downloads=[])
+    fake = SimpleNamespace(folder=tmp_path, error=None, card=None, downloads=[])
     load = datasets.load_dataset_builder
 
     def repo_info(repo, *, repo_type):
         assert (repo, repo_type) == ("org/name", "dataset")
         if fake.error:
             raise fake.error
+        return SimpleNamespace(id=repo, sha="abc", card_data=fake.card, siblings=[])
 
     def load_dataset_builder(place, config, data_files=None):
         builder = load(str(fake.folder) if place == "org/name" else place, config)

@@ -1,11 +1,12 @@
 """What `packer group` leaves, made from drawn counts: for the tests of the report and its
-page.
+page, and pages as a parser of HTML reads them.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +68,44 @@ def write_build(
     write_table(pa.Table.from_pylist(rows, schema=REJECTED_SCHEMA), out / "rejected.parquet")
     (out / "limits.json").write_text(json.dumps(asdict(grouping.limits)))
     return grouping.groups, grouping.limits
+
+
+VOID = {"meta", "br", "path"}
+
+
+class Page(HTMLParser):
+    """Checks that tags balance, and collects text and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(source: str) -> Page:
+    """A page's tags, attributes and text; fails if its tags do not balance."""
+    page = Page()
+    page.feed(source)
+    page.close()
+    assert page.open == []
+    return page

@@ -166,6 +166,7 @@ def write_build(
         "totals": {
             "num_groups": len(groups),
             "num_packed": sum(map(len, groups)),
+            "num_rejected": 0,
             "num_loss_tokens": sum(row["num_loss_tokens"] for row in rows),
         },
         "shards": shards,

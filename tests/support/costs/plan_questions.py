@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.planning.planner import PlanRequest
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 
 

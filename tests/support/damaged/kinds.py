@@ -21,11 +21,11 @@ from isobatch.common.config import config_root, load_config, preset_names
 from isobatch.common.errors import MediaRejected
 from isobatch.common.types import COUNT_COLUMNS, Counts
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer, Turn
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.plan_config import PlanConfig
 from isobatch.engine.planning.plan import read_plan
 from isobatch.loaders import StreamingLoader
 from isobatch.models.audio_tokens import plan_audio
+from isobatch.models.clusters import load_cluster
 from isobatch.models.flops import FlopsModel
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.image_tokens import plan_image
@@ -217,7 +217,8 @@ def lengths(rng, folder, own):
     return lambda: group_files([path], out, options, StageProgress(), vision_unit="image_patches")
 
 
-def _use_build(place):
+def use_build(place):
+    """Report, inspect, verify and load a build."""
     make_report(place)
     inspect_group(place, 0)
     require_intact(verify_build(place, StageProgress(), workers=1))
@@ -238,7 +239,7 @@ def manifest(rng, folder, own):
         values["content_hash"] = hash_json({k: v for k, v in values.items() if k != "content_hash"})
         content = json.dumps(values).encode()
     _write(path, content)
-    return lambda: _use_build(str(folder))
+    return lambda: use_build(str(folder))
 
 
 def tables(rng, folder, own):
@@ -248,7 +249,7 @@ def tables(rng, folder, own):
     content = damaged_bytes(path.read_bytes(), rng)
     path.unlink()
     _write(path, content)
-    return lambda: _use_build(str(folder))
+    return lambda: use_build(str(folder))
 
 
 def _link(source, target):

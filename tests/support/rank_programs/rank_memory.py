@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from isobatch.engine.cost_model.analytical import layer_names
-from isobatch.engine.cost_model.clusters import load_cluster
 from isobatch.engine.cost_model.layer_list import layers_of, phases_of
 from isobatch.engine.cost_model.loads import largest_micro_batch
 from isobatch.engine.cost_model.parallel import Parallelism, Training
@@ -23,6 +22,7 @@ from isobatch.engine.runtime.profiling.measure_layers import (
     measure_layers,
 )
 from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
+from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 
 IMAGE, VOCAB, MICRO_BATCHES, PP = 1, 3_000, 3, 2

@@ -70,9 +70,7 @@ def lose(said, folder, victim, when):
     folder, trained = Path(folder), Trained()
     trained.save(folder, 1)
     if dist.get_rank() == victim:
-        owner, name = {"save": (os, "fsync"), "load": (saving.FileSystemReader, "read_metadata")}[
-            when
-        ]
+        owner, name = {"save": (os, "fsync"), "load": (saving._StateReader, "read_metadata")}[when]
         setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     note(said, "lost", lambda: trained.save(folder, 2) if when == "save" else trained.load(folder))
 

@@ -1,0 +1,72 @@
+"""The default grouping's kernels, compiled by a process while data is read.
+
+On a machine where nobody has grouped yet, they take 3 to 4 s of a core. They go to numba's cache,
+from which the process that groups then loads them. Without a cache it compiles them itself.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from isobatch.balance.grouping.best_fit import fill_groups
+from isobatch.balance.grouping.even_out import divide_each, group_balanced
+from isobatch.balance.kernels import are_compiled, has_cache
+from isobatch.common.types import Limits
+
+KERNELS = (fill_groups, divide_each)
+MOST_S = 120.0
+"""Time after which the other process is given up."""
+PROGRAM = f"from {__name__} import compile_all; compile_all()"
+
+_process: subprocess.Popen[bytes] | None = None
+
+
+def begin() -> None:
+    """Begin to compile what is in no cache yet."""
+    global _process  # noqa: PLW0603  one is enough
+    if _process is None and has_cache(KERNELS) and not are_compiled(KERNELS):
+        path = os.pathsep.join(filter(None, sys.path))
+        with suppress(OSError):
+            # in a session of its own: Ctrl-C is for this process, whose end ends the other
+            _process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+
+
+def finish(say: Callable[[], None]) -> None:
+    """Wait for what `begin` has begun; `say` is called if something is still to be compiled."""
+    global _process
+    process, _process = _process, None
+    if process is None:
+        if not are_compiled(KERNELS):
+            say()
+        return
+    if process.poll() is None:
+        say()
+    with process, suppress(subprocess.TimeoutExpired):
+        try:
+            process.wait(MOST_S)
+        finally:
+            process.kill()
+
+
+def compile_all() -> None:
+    """Compile all of them, by grouping a few samples; ends with standard input."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
+    group_balanced(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)

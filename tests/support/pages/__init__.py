@@ -1,0 +1,1 @@
+"""Code and commands in README and docs."""
