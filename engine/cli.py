@@ -36,10 +36,14 @@ from isobatch.engine.planning.plan import read_plan, write_plan
 from isobatch.engine.planning.planner import SimulatedRun
 from isobatch.engine.planning.schedule_choice import ScheduleTrial, plan_best_schedule
 from isobatch.engine.planning.search.limits import SearchLimits
+from isobatch.engine.planning.trainers.plan_for import TrainerPlan, plan_for
+from isobatch.engine.planning.trainers.settings import FILES, settings_text
 
 PLAN_NAME, TRACE_NAME = "plan.json", "trace.json"
 WIDTH = 150
 """Width of tables where the output is no terminal."""
+FREE_SHARE = 0.5
+"""Share of the time for the plan without a trainer's restrictions, where one is asked for."""
 CHANGES = ("schedule", "micro_batches", "cluster", "memory_gib")
 """Fields of `PlanConfig` that a simulation may change."""
 
@@ -67,6 +71,9 @@ def plan(
     For a packed build, or for equal micro-batches (--model, --images, --seq-len). Compared with
     what careful users do without a plan: even layers, as little recomputed as fits.
 
+    With --for only what a trainer can express is searched. Its settings are printed, and what they
+    cost next to the plan without them.
+
     Assumed: AdamW with float32 moments; float32 gradients; of bf16 weights also float32 masters;
     optimizer state shared out over replicas. Change it by --precision and --zero-stage.
     """
@@ -80,26 +87,43 @@ def plan(
             report=lambda progress: status.update(progress_text(progress)),
         )
         trials: tuple[ScheduleTrial, ...] = ()
+        free_limits = limits if options.trainer is None else limits.part(FREE_SHARE)
         if options.schedule == BEST:
             result, trials = plan_best_schedule(
-                request, search=options.search, random=random, limits=limits
+                request, search=options.search, random=random, limits=free_limits
             )
         else:
-            result = planner.plan(request, search=options.search, random=random, limits=limits)
+            result = planner.plan(request, search=options.search, random=random, limits=free_limits)
+        planned: TrainerPlan | None = None
+        if options.trainer is not None:
+            is_any = options.schedule == BEST
+            planned = plan_for(
+                options.trainer, request, result, best_schedule=is_any, limits=limits
+            )
+            result = planned.result
     taken_s = time.monotonic() - begun
     if out is not None:
         _draw((result.careful, result.best), out)
         write_plan(result.plan, out / PLAN_NAME)
+    text = "" if planned is None else settings_text(planned)
+    names = [PLAN_NAME, TRACE_NAME]
+    if out is not None and planned is not None:
+        names.append(FILES[planned.trainer])
+        (out / names[-1]).write_text(text, "utf-8")
     if as_json:
         runs = [run_to_json(run) for run in result.runs]
         report = {"plan": result.plan.to_json(), "runs": runs, "seconds": taken_s}
+        if result.free is not None:
+            report |= {"free": run_to_json(result.free), "settings": text}
         print(json.dumps(report | ({"schedules": trials_to_json(trials)} if trials else {})))
     else:
         if trials:
             print_trials(trials, _console())
         print_result(result, _console())
         print(f"planned in {taken_s:.1f} s")
-        _print_written(out, PLAN_NAME, TRACE_NAME)
+        _print_written(out, *names)
+        if planned is not None:
+            print(f"\n{text}", end="")
 
 
 @app.command()

@@ -9,11 +9,13 @@ import numpy as np
 from isobatch.balance.baseline_samplers import BATCH_SIZE
 from isobatch.common.config import Option, check_options, preset_families, preset_names
 from isobatch.common.errors import ConfigError
+from isobatch.common.visible_text import shown
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism, Part, Training
 from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
 from isobatch.engine.planning.build_steps import read_build
 from isobatch.engine.planning.plan import Plan, PlanRequest
+from isobatch.engine.planning.trainers.expressible import TRAINERS, Trainer
 from isobatch.engine.simulator.schedule import SCHEDULES
 from isobatch.models.clusters import load_cluster
 from isobatch.models.folder.find_model import find_model
@@ -96,6 +98,14 @@ class PlanConfig:
     memory_gib: Annotated[
         float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
     ] = None
+    trainer: Annotated[
+        Trainer | None,
+        Option(
+            f"Plan only what a trainer can express, and print its settings: {', '.join(TRAINERS)}.",
+            flag="--for",
+        ),
+    ] = None
+    """Key `trainer` in a TOML file."""
     steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", min=1)] = 4
     seed: Annotated[int, Option("Seed of the epoch's order, as loaders'. Default: 0.", min=0)] = 0
     frozen: Annotated[
@@ -124,6 +134,11 @@ class PlanConfig:
             raise ConfigError(f"schedule is {self.schedule!r}; use one of {names}")
         if self.schedule == BEST and self.stages_per_rank != 1:
             raise ConfigError("schedule best chooses stages_per_rank as well; leave that out")
+        if self.trainer is not None and self.trainer not in TRAINERS:
+            names = ", ".join(TRAINERS)
+            raise ConfigError(f"--for is {shown(self.trainer)}: use one of {names}")
+        if self.trainer is not None and self.schedule != BEST:
+            TRAINERS[self.trainer].check(self.schedule, self.pp, self.micro_batches)
         unknown = sorted(set(self.frozen) - set(PARTS))
         if unknown:
             raise ConfigError(f"frozen names {', '.join(unknown)}; parts are {', '.join(PARTS)}")
@@ -195,6 +210,8 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
         size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
         asked = {n: getattr(config, n) for n in ("dp", "micro_batches", "steps", "seed")}
         loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
+    if config.trainer is not None:
+        TRAINERS[config.trainer].modules_of(model)
     if config.logits == "all":
         loads, full = loads.all_labelled(), full.all_labelled()
         random = random.all_labelled() if random else None

@@ -36,6 +36,8 @@ def print_result(result: PlanResult, console: Console) -> None:
             else f"partition: another one may be faster for the searched step, by at most {gap:.2%}"
         )
     console.print()
+    if result.free is not None:
+        console.print(restriction_text(result.best, result.free))
     columns = ("", "recomputed", "step", "per sample", "speed-up", "waiting", "most memory")
     _print_table(console, columns, comparison(result))
     print_plan(result.plan, result.best, console)
@@ -99,6 +101,16 @@ def gain_text(result: PlanResult) -> str:
         return "the plan fits; even layers do not, with everything recomputed"
     gain = careful.sample_ns / max(result.best.sample_ns, 1e-9)
     return f"the plan is {gain:.2f}x as fast as even layers with as little recomputed as fits"
+
+
+def restriction_text(run: SimulatedRun, free: SimulatedRun) -> str:
+    """What a trainer's restrictions cost, in one line."""
+    more = run.step_ns / max(free.step_ns, 1) - 1
+    peaks = [f"{one.peak_bytes.max() / GIB:.1f} GiB" for one in (run, free)]
+    return (
+        f"the trainer's restrictions cost {more:.1%} of a step's time: {time_text(run.step_ns)} "
+        f"instead of {time_text(free.step_ns)}; most memory {peaks[0]} instead of {peaks[1]}"
+    )
 
 
 def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
@@ -188,10 +200,10 @@ def _many(count: int, one: str, more: str | None = None) -> str:
 
 
 def comparison(result: PlanResult) -> list[tuple[str, ...]]:
-    """A row per run, the plan's last; speed-ups are over what a careful user does."""
+    """A row per run, then the plan's, then the free one's; speed-ups are over a careful user's."""
     rows: list[tuple[str, ...]] = []
     careful = result.careful.sample_ns
-    for run in result.runs:
+    for run in (*result.runs, *([result.free] if result.free else [])):
         peak = int(run.peak_bytes.max())
         too_much = ", does not fit" if peak > result.plan.memory_bytes else ""
         rows.append(

@@ -83,6 +83,8 @@ class PlanResult:
     plan: Plan
     runs: tuple[SimulatedRun, ...]
     """Runs from what trainers do today to the plan, the last one; `careful` is before it."""
+    free: SimulatedRun | None = None
+    """What the plan would be if no trainer restricted it; None if none does."""
 
     @property
     def best(self) -> SimulatedRun:
@@ -109,10 +111,7 @@ def plan(
     """
     pipelines = request.split(request.costs(request.loads))
     full = request.costs(request.full_step)
-    # times of a typical step, that of median forward time; memory of the largest
-    work = [int(costs.forward_ns.sum()) for costs in pipelines]
-    median = int(np.argsort(work, kind="stable")[len(work) // 2])
-    typical = _with_memory(pipelines[median], full)
+    typical = typical_costs(pipelines, full)
     runs = _baselines(request, pipelines, typical, random)
     borders, recompute, bound_ns = _search(typical, request, search, limits)
     name = "the plan: searched partition, as little recomputed as fits"
@@ -126,6 +125,13 @@ def plan(
     step_ns = evaluate(typical, best.borders, best.recompute, schedule).step_ns
     gap = None if bound_ns is None else (step_ns - bound_ns) / max(step_ns, 1)
     return PlanResult(plan=replace(make_plan(request, best, full), gap=gap), runs=(*runs, best))
+
+
+def typical_costs(pipelines: list[Costs], full: Costs) -> Costs:
+    """The step that is searched: times of the median forward time, memory of the largest."""
+    work = [int(costs.forward_ns.sum()) for costs in pipelines]
+    median = int(np.argsort(work, kind="stable")[len(work) // 2])
+    return _with_memory(pipelines[median], full)
 
 
 def _baselines(

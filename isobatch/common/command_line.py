@@ -177,6 +177,7 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
     if get_origin(kind) is tuple:
         kind = GenericAlias(list, get_args(kind)[:1])  # an option that may be repeated
     names = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without a --no-...
+    names = names if option.flag is None else [option.flag]
     min_value = None if option.min == -inf else option.min
     return Annotated[kind | None, typer.Option(*names, help=option.help, min=min_value)]
 

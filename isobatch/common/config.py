@@ -31,6 +31,8 @@ class Option:
     help: str
     min: float = -inf
     max: float = inf
+    flag: str | None = None
+    """Option of the command, where it is not the field's name."""
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:

@@ -358,3 +358,39 @@ def test_the_best_schedule_is_the_fastest_of_the_plans_for_each(call, demo_build
     tight = call("plan", *EQUAL, "--pp", 2, "--schedule", "best", "--memory-gib", 1)
     assert tight[0] == 1
     assert len(tight[2].splitlines()) == 1
+
+
+def test_the_page_shows_what_a_plan_for_a_trainer_prints(call, tmp_path):
+    page = (ROOT / "docs" / "plan.md").read_text("utf-8").partition("## For another trainer\n")[2]
+    command = re.search(r"```bash\npython -m engine (.*?)```", page, re.DOTALL)[1]
+    expected = re.search(
+        r"```\n(.*?)```", page.partition("```bash")[2].partition("```")[2], re.DOTALL
+    )[1]
+    words = command.replace("\\\n", " ").replace("plan/", str(tmp_path)).split()
+    status, shown, errors = call(*words)
+    assert (status, errors) == (0, "")
+    restriction, settings = expected.split("\n\n")
+    assert " ".join(restriction.split()) in " ".join(shown.split())
+    assert shown.endswith(settings)
+    assert (tmp_path / "megatron.sh").read_text() == settings
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.borders[1] > plan.layer_names.index("token_embedding")
+    status, shown, _ = call(*words, "--json")
+    report = json.loads(shown)
+    assert report["settings"] == settings
+    assert report["free"]["step_ns"] < report["runs"][-1]["step_ns"]
+    assert report["plan"]["borders"] == list(plan.borders)
+
+
+def test_what_a_trainer_lacks_is_an_error_of_one_line(call, tmp_path):
+    (tmp_path / "plan.toml").write_text('trainer = "deepspeed"\n')
+    cases = {
+        ("--for", "deepspeed"): "is not one of 'megatron', 'torchtitan', 'automodel'",
+        ("--config", tmp_path / "plan.toml"): "should be one of megatron, torchtitan, automodel",
+        ("--for", "megatron", "--schedule", "zero_bubble"): "1f1b, interleaved, not zero_bubble",
+        ("--for", "torchtitan"): "TorchTitan 0.3.0 has no pipeline for internvl_1_5",
+    }
+    for options, words in cases.items():
+        status, shown, errors = call("plan", *EQUAL, *options)
+        assert (status, shown, errors.count("\n")) == (2, "", 1)
+        assert words in errors

@@ -112,15 +112,21 @@ class PartitionEvaluator(RecomputeChooser):
         rows = np.arange(len(extra_ns)).reshape(len(masks), -1)
         return window_steps(self.schedule, self.sums, 0, partitions, rows, extra_ns)
 
+    def smallest(self, starts: IntArray, ends: IntArray) -> BoolArray:
+        """The recomputation, (layers,), with which a rank with these stages needs least memory."""
+        del starts, ends  # for all the same: everything
+        return self.frees
+
     def least_peaks(self, partitions: IntArray, limit_bytes: int = NEVER) -> IntArray:
-        """Peak of the fullest rank of each partition, (partitions,), everything recomputed."""
+        """Peak of the fullest rank of each partition, (partitions,), with least memory."""
         del limit_bytes  # as the limit of `steps`; there is nothing to save here
         peaks = np.zeros(len(partitions), np.int64)
         for rank, indices, starts, ends in self._distinct(partitions):
             key = rank, *starts.tolist(), *ends.tolist()
             if key not in self._peaks:
-                order = self.orders[rank]
-                self._peaks[key] = int(peak_bytes(self.layers, order, starts, ends, self.frees))
+                smallest = self.smallest(starts, ends)
+                peak = peak_bytes(self.layers, self.orders[rank], starts, ends, smallest)
+                self._peaks[key] = int(peak)
             peaks[indices] = np.maximum(peaks[indices], self._peaks[key])
         return peaks
 
