@@ -16,7 +16,10 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.text.chat_template import ChatTemplate, TemplateRefusedError
@@ -63,12 +66,17 @@ def test_what_fuzzing_found_is_refused_or_taken():
 
 
 def test_what_unpacks_to_gigabytes_takes_bounded_memory(tmp_path):
-    """30 x 40 MB, a file of 600 MB, JSON that never closes, from a few MB."""
+    """30 x 40 MB, a file of 600 MB, JSON that never closes, 64 x 50 MB, from a few MB."""
     (tmp_path / "tar-many").write_bytes(tar_of_zeros([40 * MB] * 30))
     (tmp_path / "tar-large").write_bytes(tar_of_zeros([600 * MB]))
     for name, start in (("open", b"["), ("text", b'{"text": "')):
         content = start + b"[" * (100 * MB) if name == "open" else start + b"a" * (100 * MB)
         (tmp_path / f"records-{name}").write_bytes(gzip.compress(content, 1))
+    text = pa.array(["a" * (50 * MB)])
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), text)
+    table = pa.table({"id": list(map(str, range(64))), "text": texts})
+    pq.write_table(table, tmp_path / "parquet-dictionary", compression="zstd")
+    assert (tmp_path / "parquet-dictionary").stat().st_size < 10_000
     result = replay(sorted(tmp_path.iterdir()))
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -118,8 +126,9 @@ def test_a_training_state_runs_nothing(tmp_path):
     shutil.copytree(TESTS / "data" / "old_training_state", tmp_path / "state")
     harm = tmp_path / "harm"
     (tmp_path / "state" / "step-3" / ".metadata").write_bytes(pickle.dumps(_Harm(harm)))
+    layers = {place: torch.nn.Linear(2, 2) for place in range(3)}
     with pytest.raises(DataError, match=r"it names .*, which no state has"):
-        load_state(tmp_path / "state", {}, None)
+        load_state(tmp_path / "state", layers, torch.optim.AdamW(layers[0].parameters()))
     assert not harm.exists()
 
 
@@ -128,13 +137,13 @@ def test_an_sqlite_index_that_never_answers_is_an_error(tmp_path, monkeypatch):
     (tmp_path / ".nv-meta").mkdir()
     (tmp_path / ".nv-meta" / ".info.json").write_text('{"shard_counts": {"0.tar": 1}}')
     with sqlite3.connect(tmp_path / ".nv-meta" / "index.sqlite") as index:
+        index.execute("CREATE TABLE samples (tar_file_id, sample_index, sample_key)")
+        index.execute("INSERT INTO samples VALUES (0, 0, '')")
         index.execute(
-            "CREATE TABLE sample_parts (tar_file_id, sample_index, part_name,"
-            " content_byte_offset, content_byte_size)"
-        )
-        index.execute(
-            "CREATE VIEW samples AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
-            " SELECT i AS tar_file_id, i AS sample_index, 'x' AS sample_key FROM n"
+            "CREATE VIEW sample_parts AS"
+            " WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+            " SELECT i AS tar_file_id, i AS sample_index, 'x' AS part_name,"
+            " 0 AS content_byte_offset, 0 AS content_byte_size FROM n"
         )
     with pytest.raises(DataError, match="cannot be read: interrupted"):
         auxiliary._Members(str(tmp_path))
