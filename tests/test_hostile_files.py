@@ -66,19 +66,30 @@ def test_what_fuzzing_found_is_refused_or_taken():
 
 
 def test_what_unpacks_to_gigabytes_takes_bounded_memory(tmp_path):
-    """30 x 40 MB, a file of 600 MB, JSON that never closes, 64 x 50 MB, from a few MB."""
+    """30 x 40 MB, a file of 600 MB, JSON that never closes, from a few MB."""
     (tmp_path / "tar-many").write_bytes(tar_of_zeros([40 * MB] * 30))
     (tmp_path / "tar-large").write_bytes(tar_of_zeros([600 * MB]))
     for name, start in (("open", b"["), ("text", b'{"text": "')):
         content = start + b"[" * (100 * MB) if name == "open" else start + b"a" * (100 * MB)
         (tmp_path / f"records-{name}").write_bytes(gzip.compress(content, 1))
-    text = pa.array(["a" * (50 * MB)])
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), text)
-    table = pa.table({"id": list(map(str, range(64))), "text": texts})
-    pq.write_table(table, tmp_path / "parquet-dictionary", compression="zstd")
-    assert (tmp_path / "parquet-dictionary").stat().st_size < 10_000
     result = replay(sorted(tmp_path.iterdir()))
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_text_that_a_dictionary_repeats_is_read_a_few_rows_at_a_time(tmp_path):
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), ["a" * (8 * MB)])
+    table = pa.table({"id": list(map(str, range(64))), "text": texts})
+    pq.write_table(table, tmp_path / "data.parquet", compression="zstd")
+    assert (tmp_path / "data.parquet").stat().st_size < 10_000
+    chunks = find_dataset(str(tmp_path), None).parts[0].open().chunks(1024, lambda _: None)
+    before = pa.total_allocated_bytes()
+    sizes = [
+        (len(record.value["text"]), pa.total_allocated_bytes() - before)
+        for chunk in chunks
+        for record in chunk.records()
+    ]
+    assert [size for size, _ in sizes] == [8 * MB] * 64
+    assert max(allocated for _, allocated in sizes) < 200 * MB
 
 
 @pytest.mark.parametrize("made", ["[n.a, n.a]", "(n.a, n.a)", "{'a': n.a, 'b': n.a}"])
@@ -142,7 +153,7 @@ def test_an_sqlite_index_that_never_answers_is_an_error(tmp_path, monkeypatch):
         index.execute(
             "CREATE VIEW sample_parts AS"
             " WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
-            " SELECT i AS tar_file_id, i AS sample_index, 'x' AS part_name,"
+            " SELECT i AS tar_file_id, i AS sample_index, 'x' || i AS part_name,"
             " 0 AS content_byte_offset, 0 AS content_byte_size FROM n"
         )
     with pytest.raises(DataError, match="cannot be read: interrupted"):
@@ -200,3 +211,11 @@ def test_a_model_folder_runs_no_code_of_its_own(tmp_path):
         with pytest.raises(ConfigError):
             read_model("qwen2_vl", place, None)
     assert not harm.exists()
+
+
+def test_weights_in_a_pickle_are_told_with_what_to_do(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Harm(tmp_path / "harm")))
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
+        read_model("qwen2_vl", tmp_path, None)
+    assert not (tmp_path / "harm").exists()

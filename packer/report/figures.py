@@ -424,7 +424,8 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
         said = manifest.values["totals"]
-        if missing := [name for name in (*totals, "num_repeated") if name not in said]:
+        asked = totals if numbers is None else [*totals, "num_repeated"]
+        if missing := [name for name in asked if name not in said]:
             lacks = f"the totals of {MANIFEST_NAME} have no {missing[0]}"
             raise DataError(f"{manifest.place}: {lacks}; build again with --overwrite")
         recorded = {name: said[name] for name in totals}
