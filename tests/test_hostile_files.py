@@ -16,7 +16,10 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.text.chat_template import ChatTemplate, TemplateRefusedError
@@ -73,6 +76,22 @@ def test_what_unpacks_to_gigabytes_takes_bounded_memory(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_a_text_that_a_dictionary_repeats_is_read_a_few_rows_at_a_time(tmp_path):
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), ["a" * (8 * MB)])
+    table = pa.table({"id": list(map(str, range(64))), "text": texts})
+    pq.write_table(table, tmp_path / "data.parquet", compression="zstd")
+    assert (tmp_path / "data.parquet").stat().st_size < 10_000
+    chunks = find_dataset(str(tmp_path), None).parts[0].open().chunks(1024, lambda _: None)
+    before = pa.total_allocated_bytes()
+    sizes = [
+        (len(record.value["text"]), pa.total_allocated_bytes() - before)
+        for chunk in chunks
+        for record in chunk.records()
+    ]
+    assert [size for size, _ in sizes] == [8 * MB] * 64
+    assert max(allocated for _, allocated in sizes) < 200 * MB
+
+
 @pytest.mark.parametrize("made", ["[n.a, n.a]", "(n.a, n.a)", "{'a': n.a, 'b': n.a}"])
 @pytest.mark.parametrize(
     "used", ["n.a", "n.a|string|length", "n.a|tojson", "'x' ~ n.a", "'%s' % n.a", "n.a == [n.a]"]
@@ -118,8 +137,9 @@ def test_a_training_state_runs_nothing(tmp_path):
     shutil.copytree(TESTS / "data" / "old_training_state", tmp_path / "state")
     harm = tmp_path / "harm"
     (tmp_path / "state" / "step-3" / ".metadata").write_bytes(pickle.dumps(_Harm(harm)))
+    layers = {place: torch.nn.Linear(2, 2) for place in range(3)}
     with pytest.raises(DataError, match=r"it names .*, which no state has"):
-        load_state(tmp_path / "state", {}, None)
+        load_state(tmp_path / "state", layers, torch.optim.AdamW(layers[0].parameters()))
     assert not harm.exists()
 
 
@@ -128,13 +148,13 @@ def test_an_sqlite_index_that_never_answers_is_an_error(tmp_path, monkeypatch):
     (tmp_path / ".nv-meta").mkdir()
     (tmp_path / ".nv-meta" / ".info.json").write_text('{"shard_counts": {"0.tar": 1}}')
     with sqlite3.connect(tmp_path / ".nv-meta" / "index.sqlite") as index:
+        index.execute("CREATE TABLE samples (tar_file_id, sample_index, sample_key)")
+        index.execute("INSERT INTO samples VALUES (0, 0, '')")
         index.execute(
-            "CREATE TABLE sample_parts (tar_file_id, sample_index, part_name,"
-            " content_byte_offset, content_byte_size)"
-        )
-        index.execute(
-            "CREATE VIEW samples AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
-            " SELECT i AS tar_file_id, i AS sample_index, 'x' AS sample_key FROM n"
+            "CREATE VIEW sample_parts AS"
+            " WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+            " SELECT i AS tar_file_id, i AS sample_index, 'x' || i AS part_name,"
+            " 0 AS content_byte_offset, 0 AS content_byte_size FROM n"
         )
     with pytest.raises(DataError, match="cannot be read: interrupted"):
         auxiliary._Members(str(tmp_path))
@@ -191,3 +211,11 @@ def test_a_model_folder_runs_no_code_of_its_own(tmp_path):
         with pytest.raises(ConfigError):
             read_model("qwen2_vl", place, None)
     assert not harm.exists()
+
+
+def test_weights_in_a_pickle_are_told_with_what_to_do(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Harm(tmp_path / "harm")))
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
+        read_model("qwen2_vl", tmp_path, None)
+    assert not (tmp_path / "harm").exists()

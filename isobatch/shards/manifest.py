@@ -285,7 +285,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
     where = f"{join(place, MANIFEST_NAME)}: not a manifest of Isobatch: limits"
     tokenizer = _of_type(values, "tokenizer", dict)
     totals = _of_type(values, "totals", dict)
-    for name in {"num_groups", "num_packed", "num_rejected", *totals}:
+    for name in {"num_groups", "num_packed", *totals}:
         _of_type(totals, name, int)
     ids = [key for key in ("audio_token_id", "video_token_id") if tokenizer.get(key) is not None]
     for key in ("image_token_id", "vocab_size", *ids):

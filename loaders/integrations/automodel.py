@@ -7,7 +7,7 @@ Automodel calls a pack, and its own collators make the batch, so names and types
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -119,7 +119,11 @@ class BalancedDataloaderConfig(VlmDataloaderConfig):  # type: ignore[misc]
                 "cp_size=1, or packing_format='neat'"
             )
         with runtime.get("dataset_build_context") or nullcontext():
-            processor = self.processor_config.build(pretrained_model_name_or_path=name)
+            processor_config = self.processor_config
+            if processor_config.factory is None:  # else the recipe's own function is called
+                kwargs = {"trust_remote_code": False} | processor_config.kwargs
+                processor_config = replace(processor_config, kwargs=kwargs)
+            processor = processor_config.build(pretrained_model_name_or_path=name)
         config = self.model_config
         if config is None:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)

@@ -357,7 +357,9 @@ class BalancedMixin(_Base):
             raise ConfigError(
                 f"{checkpoint}: its weights have other names than the model's; load them first"
             )
-        saved = type(target).from_pretrained(checkpoint, dtype=target.dtype)
+        saved = type(target).from_pretrained(
+            checkpoint, dtype=target.dtype, trust_remote_code=False
+        )
         target.load_state_dict(saved.state_dict())
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

@@ -215,5 +215,6 @@ def next_partition(manifest: Manifest) -> int:
 
 
 def sum_totals(totals: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The totals of a build of several parts."""
-    return {name: sum(of[name] for of in totals) for name in totals[0]}
+    """The totals of a build of several parts: those that each part has."""
+    known = [name for name in totals[0] if all(name in of for of in totals)]
+    return {name: sum(of[name] for of in totals) for name in known}

@@ -423,9 +423,14 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
         limits = manifest.limits
         unread = manifest.values.get("never_read", {})
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
-        recorded = {name: manifest.values["totals"][name] for name in totals}
+        said = manifest.values["totals"]
+        asked = totals if numbers is None else [*totals, "num_repeated"]
+        if missing := [name for name in asked if name not in said]:
+            lacks = f"the totals of {MANIFEST_NAME} have no {missing[0]}"
+            raise DataError(f"{manifest.place}: {lacks}; build again with --overwrite")
+        recorded = {name: said[name] for name in totals}
         if numbers is not None:
-            totals, num_repeated = recorded, manifest.values["totals"]["num_repeated"]
+            totals, num_repeated = recorded, said["num_repeated"]
         elif recorded != totals:
             differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
             raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")

@@ -135,7 +135,13 @@ def _safetensors_error() -> type[Exception]:
 
 
 def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
-    """(model, weights that are missing or have another shape)."""
+    """(model, weights that are missing or have another shape). ConfigError if they are a pickle."""
+    pickles = sorted(folder.glob("*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        advice = "load them where you trust them, and save_pretrained writes safetensors"
+        raise ConfigError(
+            f"{folder}: {pickles[0].name} is a pickle, which could run code; {advice}"
+        )
     # transformers prints a table of what does not fit: our error says it in one line
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()

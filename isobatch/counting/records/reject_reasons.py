@@ -8,6 +8,7 @@ REASONS: dict[str, str] = {
     "unreadable_record": "the dataset in memory raises an error instead of giving the record",
     "not_an_object": "the record is not a JSON object",
     "invalid_utf8": "the text is not valid Unicode",
+    "too_many_characters": "the text is so long that tokenizing it is not safe",
     "no_conversation": "there are no turns and no text",
     "bad_turn": "a turn has no text or an unknown role",
     "no_answer": "there is no assistant turn, so nothing to learn from",

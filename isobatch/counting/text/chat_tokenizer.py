@@ -66,6 +66,9 @@ AUDIO_MARKER = "<audio>"
 DOCUMENT = "document"
 """Role of the only turn of a document."""
 
+MOST_CHARACTERS = 4_000_000
+"""Of a sample, about a million tokens: tokenizing without spaces takes 300 bytes for each."""
+
 __all__ = ["DOCUMENT", "DROPPED_THOUGHT", "ChatTokenizer", "EncodedText", "TextRejected", "Turn"]
 
 _PROBE = "isobatch probe"
@@ -96,7 +99,7 @@ class TextRejected:
     """Why a conversation cannot be tokenised."""
 
     reason: str
-    """Key of REASONS: `invalid_utf8`, `chat_template`, `control_token` or `not_learned`."""
+    """Key of REASONS, such as `invalid_utf8` or `chat_template`."""
     detail: str
 
 
@@ -261,6 +264,9 @@ class ChatTokenizer:
         self, turns: Sequence[Turn], markups: Sequence[Sequence[str]]
     ) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
+        if (number := len(content)) > MOST_CHARACTERS:
+            most = f"{number:,} characters; at most {MOST_CHARACTERS:,} are tokenized"
+            return TextRejected("too_many_characters", most)
         more = "\0".join(turn.more for turn in turns if turn.more)
         try:
             content.encode()

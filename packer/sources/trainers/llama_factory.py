@@ -95,7 +95,9 @@ def _place(entry: Mapping[str, Any], path: Path, where: str) -> str:
         raise ConfigError(f"{where}: {on_hub} is for datasets on the Hub, and this one is a file")
     place = path.parent / str(entry["file_name"])
     try:
-        is_there = place.exists() and place.name != INFO_NAME
+        # another such file would lead on, and this one here again
+        is_info = place.name == INFO_NAME or read_info(place / INFO_NAME) is not None
+        is_there = place.exists() and not is_info
     except (OSError, ValueError):  # a name that no file system takes
         is_there = False
     if not is_there:

@@ -129,7 +129,14 @@ def locate_mds(folder: Folder) -> Located:
         raise
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        OverflowError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         what = f"not as MDSWriter writes it ({first_line(error)})"
         raise DataError(f"{path}: {what}; copy or write it again") from None
     if not shards:

@@ -626,3 +626,14 @@ def test_a_thought_that_is_left_out_is_named_and_no_other_one(first, last, dropp
     encoded = ours("demo", INTERNVL, template).encode_batch([turns])[0]
     assert isinstance(encoded, EncodedText), encoded
     assert encoded.unused == tuple((i, "<think>") for i in dropped)
+
+
+def test_a_text_that_would_take_gigabytes_is_rejected(monkeypatch):
+    demo = ChatTokenizer.load(demo_tokenizer_path(), INTERNVL)
+    monkeypatch.setattr("isobatch.counting.text.chat_tokenizer.MOST_CHARACTERS", 20)
+    turns = [Turn("user", "a question"), Turn("assistant", "x" * 9)]
+    fits, rejected = demo.encode_batch([turns, [*turns[:1], Turn("assistant", "x" * 10)]])
+    assert isinstance(fits, EncodedText)
+    assert rejected == TextRejected(
+        "too_many_characters", "21 characters; at most 20 are tokenized"
+    )
