@@ -31,6 +31,7 @@ PARSED = {
     "docs/load/evaluation_and_mixing.md": 2,
     "docs/load/from_a_bucket.md": 4,
     "docs/load/loss.md": 1,
+    "docs/load/metrics.md": 2,
     "docs/load/options.md": 1,
     "docs/load/own_samples.md": 2,
     "docs/load/packed.md": 3,
@@ -41,8 +42,8 @@ PARSED = {
     "docs/load/trainers/trl.md": 1,
     "docs/load/trainers/verl.md": 1,
     "docs/load/without_a_build.md": 3,
-    "docs/pack.md": 3,
-    "docs/plan.md": 2,
+    "docs/pack.md": 5,
+    "docs/plan.md": 3,
     "docs/reference/input_formats.md": 1,
     "docs/results/gpu.md": 1,
     "docs/train.md": 9,
@@ -54,7 +55,7 @@ account or the network."""
 APPS = {"packer": packer_app, "engine": engine_app}
 FOREIGN = {
     *("aws", "az", "date", "gcloud", "mv", "pip", "python3", "renew", "sleep", "source", "kubectl"),
-    *("llamafactory-cli", "swift", "pre-commit"),
+    *("hf", "llamafactory-cli", "swift", "pre-commit"),
 }
 """Commands of others."""
 BEGINS = (*PAGE_COMMANDS, *PAGE_PROGRAMS)
