@@ -56,7 +56,7 @@ def pack_base(folder: Path, samples: int = SAMPLES) -> Path:
 
 
 def repeat_build(base: Path, out: Path, num_groups: int) -> int:
-    """Write a build of about `num_groups` groups to `out`, next to `base`; -> how many it has."""
+    """Write about `num_groups` groups to `out`, on the disk of `base`; -> how many it has."""
     manifest = read_manifest(base)
     copies = max(1, min(PARTITION_GROUPS, num_groups) // manifest.num_groups)
     out.mkdir(parents=True)
@@ -72,7 +72,8 @@ def repeat_build(base: Path, out: Path, num_groups: int) -> int:
     values = json.loads((base / MANIFEST_NAME).read_text("utf-8"))
     values.pop("content_hash", None)
     for shard in values["shards"]:
-        shard["name"] = os.path.relpath(base / shard["name"], out)
+        (out / shard["name"]).parent.mkdir(exist_ok=True)
+        os.link(base / shard["name"], out / shard["name"])
     values["shards"] *= copies * number
     values["totals"] = {name: of * copies * number for name, of in values["totals"].items()}
     values["files"] = [_describe(out, name) for name in TABLES]

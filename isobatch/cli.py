@@ -10,6 +10,7 @@ COMMANDS = {
     "add": ("packer", "add", "Add data to a finished build."),
     "merge": ("packer", "merge", "Make one build of several."),
     "remove": ("packer", "remove", "Take samples out of a build, and out of every file of it."),
+    "push": ("packer", "push", "Upload a finished build to the Hugging Face Hub."),
     "report": ("packer", "report", "Show how balanced a build is."),
     "verify": ("packer", "verify", "Check that a build is what was written."),
     "inspect": ("packer", "inspect", "Show one group of a build: text, labels and images."),
