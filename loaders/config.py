@@ -180,7 +180,7 @@ class LoaderConfig:
     storage: StorageOptions | None = None
     """Cache, time limit and checksums (`loaders.StorageOptions`)."""
     log_to: str | Write | None = None
-    """Where the first rank logs speed, waiting, fill and position (docs/load/metrics.md):
+    """Where rank 0 of the job logs speed, waiting, fill and position (docs/load/metrics.md):
     "tensorboard", "wandb", "mlflow" or "trackio", with a folder or project after a colon if you
     like; or a function that takes the figures by name, and the number of the step.
     """

@@ -15,7 +15,7 @@ from support.builds.sample_tables import MAX_SEQ_LEN, path_groups, text_samples,
 from support.builds.shard_fixture import group_samples, make_samples
 from support.loading.step_planners import dispatch, repack
 from support.ranks import run_ranks
-from support.workers.logging_ranks import log_alone
+from support.workers.logging_ranks import log_alone, log_in_groups
 
 EVERY, WORLD, PAIRS = 3, 2, 2
 LOADS = ("waiting_vision", "waiting_llm", "waiting_attention")
@@ -217,6 +217,12 @@ def test_trainers_figures_are_means_of_their_steps(builds):
         loader.log({"loss": torch.tensor(float(number)), "only once": 1} if number else {"loss": 0})
     assert log.of("loss")[:2] == [1.5, 5.5]
     assert log[0][1]["only once"] == 1
+
+
+def test_one_rank_logs_where_each_has_a_group_of_its_own(builds, tmp_path):
+    first, second = run_ranks(tmp_path, 2, log_in_groups, builds[0])
+    assert first["logged"] == first["steps"] == second["steps"] > 0
+    assert second["logged"] == 0
 
 
 def test_one_of_two_real_ranks_logs_the_values_of_both(builds, tmp_path):

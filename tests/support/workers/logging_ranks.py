@@ -2,6 +2,8 @@
 
 import os
 
+import torch.distributed as dist
+
 from isobatch.loaders import StreamingLoader
 
 
@@ -12,3 +14,14 @@ def log_alone(said, build, folder):
     loader.close()
     said["pid"] = os.getpid()
     said["logs"] = loader._logger is not None
+
+
+def log_in_groups(said, build):
+    """Two ranks with a data-parallel group each, as beside tensor or pipeline parallelism."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    steps = []
+    options = {"process_group": groups[dist.get_rank()], "workers": 0, "log_every": 1}
+    loader = StreamingLoader(build, log_to=lambda _, step: steps.append(step), **options)
+    said["steps"] = len(list(loader))
+    loader.close()
+    said["logged"] = len(steps)
