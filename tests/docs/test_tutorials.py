@@ -121,20 +121,23 @@ def mds(folder):
     write_mds(folder / "mds", {"id": "str", "image": "png", "caption": "str"}, rows)
 
 
+CONVERSATIONS = [
+    {
+        "messages": [
+            {"role": "user", "content": "<image>What is it?"},
+            {"role": "assistant", "content": "A page."},
+        ],
+        "images": [f"images/{number}.png"],
+    }
+    for number in range(4)
+]
+"""Records of LLaMA-Factory and ms-swift."""
+
+
 def llama_factory(folder):
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": "<image>What is it?"},
-                {"role": "assistant", "content": "A page."},
-            ],
-            "images": [f"images/{number}.png"],
-        }
-        for number in range(4)
-    ]
     (folder / "data").mkdir()
     shutil.copytree(folder / "images", folder / "data" / "images")
-    (folder / "data" / "pages.json").write_text(json.dumps(records))
+    (folder / "data" / "pages.json").write_text(json.dumps(CONVERSATIONS))
     tags = {"role_tag": "role", "content_tag": "content"}
     tags |= {"user_tag": "user", "assistant_tag": "assistant"}
     about = {
@@ -147,14 +150,4 @@ def llama_factory(folder):
 
 
 def swift(folder):
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": "<image>What is it?"},
-                {"role": "assistant", "content": "A page."},
-            ],
-            "images": [f"images/{number}.png"],
-        }
-        for number in range(4)
-    ]
-    (folder / "swift.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (folder / "swift.jsonl").write_text("\n".join(map(json.dumps, CONVERSATIONS)))
