@@ -530,7 +530,9 @@ def _report(
         raise ConfigError(f"packer report shows one build or compares two, not {len(places)}")
     reports = [make_report(place, dp=dp, question=question) for place in places]
     first, *others = reports
-    values = [{"out": place} | made.to_json() for place, made in zip(places, reports, strict=True)]
+    values = [
+        {"out": place} | report.to_json() for place, report in zip(places, reports, strict=True)
+    ]
     if as_json:
         print(json.dumps({"builds": values} if others else first.to_json()))
     elif others:

@@ -42,12 +42,13 @@ inlined: Any = numba.njit(**_WITHOUT_DOOR, forceinline=True)
 
 def has_cache(kernels: Iterable[Any]) -> bool:
     """Whether there is a place for the machine code of all."""
-    return all(each.stats.cache_path is not None for each in kernels)
+    return all(compiled.stats.cache_path is not None for compiled in kernels)
 
 
 def are_compiled(kernels: Iterable[Any]) -> bool:
     """Whether all have machine code, in this process or in the cache."""
     return all(
-        each.signatures or (each.stats.cache_path and each._cache._cache_file._load_index())
-        for each in kernels
+        compiled.signatures
+        or (compiled.stats.cache_path and compiled._cache._cache_file._load_index())
+        for compiled in kernels
     )

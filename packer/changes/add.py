@@ -153,8 +153,8 @@ class Adder:
             )
         rejected = count_rejected(run.rejected())
         num_read = sum(of.num_read for of in packed)
-        most, staged = self.config.max_rejected, self._target.staging / "partitions"
-        require_few(rejected, num_read, most, staged, "--discard")
+        share, staged = self.config.max_rejected, self._target.staging / "partitions"
+        require_few(rejected, num_read, share, staged, "--discard")
         totals = totals_of(packed)
         if not totals["num_packed"]:
             raise DataError(f"nothing to add: all {num_read:,} samples were rejected")

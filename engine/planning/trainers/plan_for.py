@@ -78,12 +78,12 @@ def _plan(
     typical = typical_costs(pipelines, full)
     rules = TRAINERS[trainer].numbers(full.kinds.count(LLM_LAYER))
     schedule = request.make_schedule()
-    found = search_restricted(typical, schedule, request.memory_bytes, rules, limits)
-    if found is None:
+    best = search_restricted(typical, schedule, request.memory_bytes, rules, limits)
+    if best is None:
         return None
     name = f"the plan: the fastest that {trainer} can express"
-    run = simulate_run(request, name, pipelines, request.loads, found.borders, found.recompute)
+    run = simulate_run(request, name, pipelines, request.loads, best.borders, best.recompute)
     plan = make_plan(request, run, full)
     without = replace(free.best, name="without the trainer's restrictions")
     result = PlanResult(plan=plan, runs=(*free.runs[:-1], run), free=without)
-    return TrainerPlan(trainer=trainer, rule=found.rule, result=result)
+    return TrainerPlan(trainer=trainer, rule=best.rule, result=result)

@@ -265,8 +265,8 @@ class ChatTokenizer:
     ) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
         if (number := len(content)) > MOST_CHARACTERS:
-            most = f"{number:,} characters; at most {MOST_CHARACTERS:,} are tokenized"
-            return TextRejected("too_many_characters", most)
+            detail = f"{number:,} characters; at most {MOST_CHARACTERS:,} are tokenized"
+            return TextRejected("too_many_characters", detail)
         more = "\0".join(turn.more for turn in turns if turn.more)
         try:
             content.encode()
