@@ -222,10 +222,10 @@ class SampleCounter:
         keep = self._settings.keep_columns
         base = self._settings.base
         place = partial(below, root=root) if base is None else partial(from_base, base=base)
-        images, videos, audios = (
-            tuple(map(place, files)) for files in (sample.images, sample.videos, sample.audios)
-        )
-        sample = replace(sample, images=images, videos=videos, audios=audios)
+        files = sample.images, sample.videos, sample.audios
+        images, videos, audios = (tuple(map(place, several)) for several in files)
+        if (images, videos, audios) != files:
+            sample = replace(sample, images=images, videos=videos, audios=audios)
         if not keep:
             return sample
         try:
@@ -336,9 +336,9 @@ class SampleCounter:
         return {
             "sample_id": sample.sample_id,
             "source": sample.source,
-            "num_image_patches": sum(file.numbers["num_patches"] for file in both),
-            "num_vit_tokens": sum(file.numbers["num_vit_tokens"] for file in both),
-            "num_image_tokens": sum(file.numbers["tokens"] for file in both),
+            "num_image_patches": sum([file.numbers["num_patches"] for file in both]),
+            "num_vit_tokens": sum([file.numbers["num_vit_tokens"] for file in both]),
+            "num_image_tokens": sum([file.numbers["tokens"] for file in both]),
             "num_text_tokens": len(text.input_ids) - len(runs) - len(audios),
             "num_audio_tokens": sum(audio.numbers["tokens"] for audio in audios),
             "num_loss_tokens": text.num_loss_tokens,

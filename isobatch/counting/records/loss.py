@@ -101,6 +101,8 @@ def record_learned(
 
     SampleProblem `not_learned` for a record that says it is not to be learned.
     """
+    if LOSS_KEYS.isdisjoint(record):  # nearly all
+        return turns
     keys = (*_OF_ANSWERS, *_OF_ANY_TURN, *_REVERSED)
     for key in (key for key in keys if key in record and key not in keep_columns):
         value = record.peek(key)

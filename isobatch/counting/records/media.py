@@ -31,6 +31,7 @@ FILE_KEYS: dict[str, tuple[str, ...]] = {
     "audio": ("audio", "audios", "wav", "flac", "mp3", "ogg"),
 }
 """Keys of a record's files; suffixes are columns of tables made from WebDataset tars."""
+_KEY_SETS = {kind: frozenset(keys) for kind, keys in FILE_KEYS.items()}
 ASKED_KEYS = (
     *("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels"),
     *("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
@@ -157,8 +158,7 @@ def _relative(name: str, kind: str) -> str:
     """
     if "://" in name:
         raise SampleProblem(f"{kind}_url", f"{name[:120]}: download it first and give its path")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise SampleProblem("outside_data_root", f"{name[:120]}: not below the data root")
     return name
 
@@ -198,9 +198,11 @@ def files_of(record: Fields, kind: str) -> list[Media]:
 
     If several have, one of them must list the files of the others too; else SampleProblem.
     """
+    if _KEY_SETS[kind].isdisjoint(record):
+        return []
     by_key: dict[str, list[Media]] = {}
     for key in FILE_KEYS[kind]:
-        if files := files_under(record, key, kind):
+        if key in record and (files := files_under(record, key, kind)):
             by_key[key] = files
     if not by_key:
         return []

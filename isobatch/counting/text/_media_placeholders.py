@@ -66,8 +66,8 @@ class MediaWriter:
 
     def content(self, text: str, guard: Guard) -> str | list[Part]:
         """The content of a message, as the chat template wants it."""
-        if not self._takes_parts and not any(marker in text for marker in self._media):
-            return guard(text)  # most turns: searching for a word is far quicker than the pattern
+        if not self._takes_parts and "<" not in text:
+            return guard(text)  # most turns: searching for a letter is far quicker
         first, *rest = self._pieces.split(text)
         parts: list[Part] = []
         run = guard(first)

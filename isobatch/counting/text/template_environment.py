@@ -126,12 +126,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     marks_turns = False
     _steps = 0
-    _deadline = 0.0
+    _deadline: float | None = None
 
     def begin(self) -> None:
         """Begin a rendering, which has all steps and seconds."""
         self._steps = 0
-        self._deadline = time.thread_time() + MOST_SECONDS
+        self._deadline = None
 
     def count_step(self) -> None:
         """Count a round of a loop, or a call of a macro."""
@@ -139,7 +139,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         if steps & _STEPS_PER_LOOK == 0:
             if steps > MOST_STEPS:
                 raise TemplateLimitError(f"its loops take more than {MOST_STEPS:,} steps")
-            if time.thread_time() > self._deadline:
+            now = time.thread_time()
+            if self._deadline is None:  # most renderings end before, and need no clock
+                self._deadline = now + MOST_SECONDS
+            if now > self._deadline:
                 raise TemplateLimitError(f"it takes more than {MOST_SECONDS:.0f} s")
 
     def sized(self, value: Any) -> Any:

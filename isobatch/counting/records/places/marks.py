@@ -170,7 +170,7 @@ def place_marks(
     if not files:
         return _with_paths(turns, kind)
     tokens = _tokens(kind, reading)
-    if not any(_has_others(turn.text, MARKERS[kind], tokens) for turn in turns):
+    if not _has_others("\0".join([turn.text for turn in turns]), MARKERS[kind], tokens):
         return turns, files
     by_turn = (_find(turn, number, kind, tokens) for number, turn in enumerate(turns))
     marks = list(chain.from_iterable(by_turn))
@@ -293,7 +293,7 @@ def _problem(mark: _Mark, kind: str, files: Sequence[Media]) -> SampleProblem:
 
 def _with_paths(turns: tuple[Turn, ...], kind: str) -> tuple[tuple[Turn, ...], Sequence[Media]]:
     """Turns whose texts give files by path between tags, with a marker for each, and the files."""
-    if not any("</" in turn.text for turn in turns):
+    if "</" not in "\0".join([turn.text for turn in turns]):
         return turns, ()
     files: list[Media] = []
     changed = []
@@ -327,7 +327,7 @@ def _tokens(kind: str, reading: Reading) -> tuple[str, ...]:
 
 
 def _has_others(text: str, marker: str, tokens: tuple[str, ...]) -> bool:
-    """Whether a text may have marks next to its markers; most texts have not, and cost no more."""
+    """Whether texts may have marks next to their markers; most have not, and cost no more."""
     return text.count("<") > text.count(marker) or any(token in text for token in tokens)
 
 
