@@ -133,10 +133,8 @@ def amount_text(amount: float) -> str:
     """Hours or money with three digits, or all of a whole number.
 
     >>> amount_text(0.01234), amount_text(12.34), amount_text(12345.6), amount_text(1e-9)
-    ('0.0123', '12.3', '12,346', '< 0.00001')
+    ('0.0123', '12.3', '12,346', '1e-09')
     """
-    if 0 < abs(amount) < 0.00001:
-        return "< 0.00001"
     return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
 
 
