@@ -61,7 +61,9 @@ class _ParquetTable:
     def blocks(self, columns: Sequence[str]) -> list[Block]:
         # of all columns: pyarrow ends the process where a damaged footer's single column is asked
         metadata = self._file.metadata
-        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        groups = list(map(metadata.row_group, range(metadata.num_row_groups)))
+        if any(group.num_rows < 0 for group in groups):
+            raise pa.ArrowInvalid("a row group has fewer than 0 rows")
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
     def batches(self, blocks: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
