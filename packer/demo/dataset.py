@@ -9,6 +9,7 @@ same seed gives the same bytes (with the same versions of Pillow and NumPy).
 import json
 import math
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
@@ -42,16 +43,24 @@ DEMO_SAMPLES = 1000
 
 
 def write_demo(folder: Path, *, num_samples: int = DEMO_SAMPLES, seed: int = 0) -> None:
-    """Write `annotations.json` and `images/` into `folder`.
-
-    1,000 samples are about 20 MB and 3 s of one core. Sample i depends on `seed` and i alone, so a
-    larger demo begins with the smaller one.
-    """
+    """Write `annotations.json` and `images/` into `folder`."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
+    for name, content in draw_demo(num_samples, seed=seed):
+        (folder / name).write_bytes(content)
+
+
+def draw_demo(num_samples: int, *, seed: int = 0) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of all files: of the pictures, then `annotations.json`.
+
+    1,000 samples are about 12 MB and 2.5 s of one core. Sample i depends on `seed` and i alone, so
+    a larger demo begins with the smaller one.
+    """
+    lines = []
     with ThreadPoolExecutor() as pool:  # Pillow encodes outside the interpreter lock
-        records = list(pool.map(partial(_write_sample, folder, seed), range(num_samples)))
-    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-    (folder / "annotations.json").write_text(f"[\n{lines}\n]\n", "utf-8")
+        for record, files in pool.map(partial(_draw_sample, seed), range(num_samples)):
+            lines.append(json.dumps(record, ensure_ascii=False))
+            yield from files.items()
+    yield "annotations.json", ("[\n" + ",\n".join(lines) + "\n]\n").encode()
 
 
 def demo_texts(num_samples: int, *, seed: int) -> list[str]:
@@ -60,11 +69,9 @@ def demo_texts(num_samples: int, *, seed: int) -> list[str]:
     return [turn["value"] for record in records for turn in record["conversations"]]
 
 
-def _write_sample(folder: Path, seed: int, index: int) -> dict[str, Any]:
+def _draw_sample(seed: int, index: int) -> tuple[dict[str, Any], dict[str, bytes]]:
     record, files = _sample(seed, index)
-    for name, picture in files.items():
-        (folder / name).write_bytes(_encode(picture))
-    return record
+    return record, {name: _encode(picture) for name, picture in files.items()}
 
 
 def _sample(seed: int, index: int) -> tuple[dict[str, Any], dict[str, Picture]]:
