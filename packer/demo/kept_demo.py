@@ -36,7 +36,7 @@ def demo_key(num_samples: int) -> str:
     versions = (num_samples, PIL.__version__, np.__version__, platform.python_version())
     code = hashlib.sha256(repr(versions).encode())
     for module in _DRAWING:
-        code.update(Path(module.__file__).read_bytes())
+        code.update(Path(str(module.__file__)).read_bytes())
     return code.hexdigest()[:24]
 
 
