@@ -41,7 +41,7 @@ inlined: Any = numba.njit(**_WITHOUT_DOOR, forceinline=True)
 
 
 def load_compiler() -> None:
-    """Load what the first kernel needs in a process, which takes .2 s, if it is not there yet."""
+    """Load what the first kernel of a process needs, which takes .2 s, unless it is there."""
     numba.core.registry.cpu_target.typing_context.refresh()
     numba.core.registry.cpu_target.target_context.refresh()
 
