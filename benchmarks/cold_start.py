@@ -2,11 +2,15 @@
 
     python benchmarks/cold_start.py [--repeats 3] [--work FOLDER]
 
-`cold` is with an empty cache of kernels, as after an install, `warm` with a full one. Each figure
-is the least of `--repeats` runs in new processes: the clock (which other work on the machine slows
-down), and CPU seconds of all processes. The first batch is that of a `StreamingLoader` of the
-demo's build, decoded, from its construction on, when torch is imported. torch, and streaming
-libraries where they are installed, are there to compare.
+`cold` is with an empty cache of kernels and no drawn demo, as after an install, `warm` with both.
+Python keeps its bytecode, as after an install. numba and pyarrow load SciPy, awkward and pandas
+where they are installed, which a new user does not need: run it by the Python of an environment
+with Isobatch alone, too. Each figure is the least of `--repeats` runs in new processes: the clock
+(which other work on the machine slows down), and CPU seconds of all processes.
+
+The first batch is that of a `StreamingLoader` of the demo's build, decoded, from its construction
+on, when torch is imported. torch, and streaming libraries where they are installed, are there to
+compare.
 """
 
 from __future__ import annotations
@@ -81,9 +85,10 @@ def measure(folder: Path, repeats: int) -> list[Row]:
     # a loader's kernels are others: a cache without them is full after its first run
     first = [sys.executable, "-c", FIRST_BATCH, str(out)]
     both = []
-    for clear in ((cache,), ()):
+    for clear in ((cache,), ()) if find_spec("torch") else ():
         both.append(least([run(first, cache, clear, inside=True) for _ in range(repeats)]))
-    rows.append(("first batch of StreamingLoader", (both[0], None), (both[1], 0.3)))
+    if both:
+        rows.append(("first batch of StreamingLoader", (both[0], None), (both[1], 0.3)))
     commands = {
         "packer --help": ([*packer, "--help"], 0.3),
         "packer --version": ([*packer, "--version"], 0.3),
@@ -109,7 +114,8 @@ def run(
     """Run a command without some folders; `inside`: it prints its times itself."""
     for folder in clear:
         shutil.rmtree(folder, ignore_errors=True)
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    caches = {"NUMBA_CACHE_DIR": str(cache / "kernels"), "XDG_CACHE_HOME": str(cache / "user")}
+    environment = {**os.environ, **caches, "PYTHONDONTWRITEBYTECODE": ""}
     before, begun = children_cpu(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     times = time.perf_counter() - begun, children_cpu() - before

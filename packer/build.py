@@ -32,7 +32,8 @@ from isobatch.packer.build_dir import (
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.counted_samples import CountedSamples
 from isobatch.packer.count.staging import Staging
-from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
+from isobatch.packer.demo.dataset import DEMO_SAMPLES
+from isobatch.packer.demo.kept_demo import place_demo
 from isobatch.packer.partitions.cut import Cut, cut_dataset, cut_from_json, cut_to_json
 from isobatch.packer.partitions.decide import decide_limits, needs_counts
 from isobatch.packer.partitions.join import join_build, packed_parts
@@ -323,7 +324,7 @@ class Builder:
         if not (folder / "annotations.json").exists():
             self.identity.require_named(self.config.out, DEMO)
             with self.progress.stage("draw", None, unit="demo samples") as stage:
-                write_demo(folder)
+                place_demo(folder)
                 stage.count(DEMO_SAMPLES)
         return self._keeping(demo_dataset(folder))
 

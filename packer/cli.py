@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from isobatch.balance.grouping.caps import GroupOptions
-from isobatch.common.cache_files import LENGTHS, RECORDS, kept_files, remove_files
+from isobatch.common.cache_files import DEMOS, LENGTHS, RECORDS, kept_files, remove_files
 from isobatch.common.command_line import (
     ConfigOption,
     JsonOption,
@@ -463,14 +463,15 @@ def cache(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what loaders without a build keep for later runs: records, and lengths."""
-    places = {RECORDS: cache_folder("records")} | ({} if folder is None else {LENGTHS: folder})
+    """Show what is kept for later runs: records and lengths of loaders, and the drawn demo."""
+    places = {RECORDS: cache_folder("records"), DEMOS: cache_folder("demo")}
+    places |= {} if folder is None else {LENGTHS: folder}
     numbers = {}
     for kind, place in places.items():
         freed = remove_files(place, kind, 0) if clean else 0
         files = kept_files(place, kind)
         num_bytes = sum(file.num_bytes for file in files)
-        name = "records" if kind == RECORDS else "lengths"
+        name = {RECORDS: "records", LENGTHS: "lengths", DEMOS: "demo"}[kind]
         numbers[name] = {"folder": str(place), "files": len(files), "bytes": num_bytes}
         numbers[name]["freed_bytes"] = freed
         if not as_json:

@@ -1,6 +1,6 @@
 """Questions about a build's Parquet tables, answered lazily by polars.
 
-polars takes 0.2 s to load, so it is loaded with the first question: `packer --help` asks none.
+polars takes 0.2 s to load, so it is loaded with the first question: `packer build` asks none.
 """
 
 # ruff: noqa: PLC0415 - see above
@@ -33,19 +33,12 @@ def query_table(path: Path, question: "Callable[[pl.LazyFrame], pl.LazyFrame]") 
 
 def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of a table in the order asked for; reads only the row groups that hold them."""
-    return read_slices(path, [(row, 1) for row in rows], columns).to_dicts()
-
-
-def read_slices(
-    path: Path, slices: Sequence[tuple[int, int | None]], columns: Sequence[str]
-) -> "pl.DataFrame":
-    """Slices of a table (first row, rows or None), one after the other, as `read_rows` reads."""
     import polars as pl
 
     def chosen(table: "pl.LazyFrame") -> "pl.LazyFrame":
-        return pl.concat([table.select(columns).slice(*borders) for borders in slices])
+        return pl.concat([table.select(columns).slice(row, 1) for row in rows])
 
-    return query_table(path, chosen)
+    return query_table(path, chosen).to_dicts()
 
 
 def find_rows(path: Path, column: str, value: str) -> list[int]:

@@ -40,6 +40,12 @@ inlined: Any = numba.njit(**_WITHOUT_DOOR, forceinline=True)
 """The same for innermost loops, where a call would be a third of the time."""
 
 
+def load_compiler() -> None:
+    """Load what the first kernel of a process needs, which takes .2 s, unless it is there."""
+    numba.core.registry.cpu_target.typing_context.refresh()
+    numba.core.registry.cpu_target.target_context.refresh()
+
+
 def has_cache(kernels: Iterable[Any]) -> bool:
     """Whether there is a place for the machine code of all."""
     return all(compiled.stats.cache_path is not None for compiled in kernels)

@@ -15,8 +15,12 @@ RECORDS = ".arrow"
 """End of the names of cached records, in the user's cache folder."""
 LENGTHS = ".lengths"
 """End of the names of cached lengths; their sources are next to them (`.json`)."""
-MAX_BYTES = {RECORDS: 100 << 30, LENGTHS: 4 << 30}
-"""Limit of all files of a kind in a folder: of lengths, those of 100 million samples."""
+DEMOS = ".demo"
+"""End of the names of drawn demos, in the user's cache folder."""
+MAX_BYTES = {RECORDS: 100 << 30, LENGTHS: 4 << 30, DEMOS: 64 << 20}
+"""Limit of all files of a kind in a folder: of lengths, those of 100 million samples; of demos,
+those of five versions.
+"""
 
 
 @dataclass(frozen=True, slots=True)

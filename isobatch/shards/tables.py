@@ -46,12 +46,18 @@ def write_table(table: pa.Table, path: Path) -> None:
     temporary.replace(path)
 
 
-def read_table(path: Path) -> pa.Table:
-    """Read a Parquet table; DataError if it is missing or damaged."""
+def read_table(
+    path: Path, columns: Sequence[str] | None = None, row_groups: Sequence[int] | None = None
+) -> pa.Table:
+    """Read a Parquet table (None: all of it); DataError if it is missing or damaged."""
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    with _reading(path):
-        return pq.read_table(path)
+    with _reading(path), pq.ParquetFile(path) as file:
+        if lost := set(columns or ()) - set(file.schema_arrow.names):
+            raise DataError(f"{path}: damaged: no column {min(lost)}")
+        if row_groups is None:
+            return file.read(columns)
+        return file.read_row_groups(row_groups, columns)
 
 
 def read_row_groups(path: Path, numbers: Sequence[int] | None = None) -> Iterator[pa.Table]:

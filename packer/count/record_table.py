@@ -25,7 +25,8 @@ from isobatch.common.errors import DataError, first_line
 from isobatch.counting.records.record import RawRecord
 from isobatch.counting.records.schemas import id_of
 from isobatch.packer.count.mixture_sampling import copies_per_sample, numbered_ids
-from isobatch.packer.demo.dataset import DEMO_SAMPLES, write_demo
+from isobatch.packer.demo.dataset import DEMO_SAMPLES
+from isobatch.packer.demo.kept_demo import demo_key, place_demo
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import (
@@ -104,10 +105,11 @@ def read_records(
     """
     names = parse_columns(columns)
     if place == DEMO:
-        folder = Path(data_root) if data_root else cache_folder("demo")
+        drawn = cache_folder("demo") / demo_key(DEMO_SAMPLES)
+        folder = Path(data_root) if data_root else drawn
         with _locked(cache_folder("records") / "demo.lock"):
             if not (folder / "annotations.json").exists():
-                write_demo(folder, num_samples=DEMO_SAMPLES)
+                place_demo(folder, num_samples=DEMO_SAMPLES)
         dataset = demo_dataset(folder)
     else:
         dataset = find_dataset(place, data_root, columns=names)

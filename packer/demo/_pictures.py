@@ -1,6 +1,7 @@
 """Pictures of the demo: icons, shapes, charts, pages and photos, with facts.
 
-Pure: one state of the generator draws the same pixels (with one version of Pillow and NumPy).
+Pure: one state of the generator draws the same pixels (with one version of Pillow and NumPy). They
+are drawn in palettes, a byte per pixel: a third of what is to be filled and compressed in RGB.
 """
 
 import random
@@ -11,6 +12,7 @@ from functools import cache
 from typing import cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 from PIL import Image, ImageDraw, ImageFont
 
 from isobatch.packer.demo.texts import NUMBER_NAMES, name, sentence
@@ -29,8 +31,15 @@ SHAPES = ("circle", "square", "triangle", "diamond")
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-_BLOCK_ROWS = 32
-_PAPER = ((255, 255, 255), (250, 246, 236), (235, 240, 245))
+_PAPERS = ((255, 255, 255), (250, 246, 236), (235, 240, 245))
+_PAPER, _MAX_LEVEL = 127, 255
+"""Number of the paper in a palette; that of one ink is 0, of the other 255, and between are their
+mixtures, which smooth text takes.
+"""
+_LIGHT, _MEAN_LEVEL = 176, 121
+"""Levels that a photo's light goes over, and the mean of light, clouds and grain. Their sum is at
+most 255.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,7 @@ class Picture:
     """A drawn image and what is true of it."""
 
     image: Image.Image
+    """With a palette."""
     facts: list[tuple[str, str]]
     photo: bool = False
     """Whether it is smooth and noisy like a photo, and so stored as JPEG."""
@@ -57,8 +67,8 @@ def draw_picture(rng: random.Random, width: int, height: int) -> Picture:
 
 def _icon(rng: random.Random, width: int, height: int) -> Picture:
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
-    image, pen = _sheet(rng, width, height)
-    _draw_shape(pen, shape, COLOURS[colour], (width / 2, height / 2), 0.42 * min(width, height))
+    image, pen = _sheet(_flat(rng.choice(_PAPERS)), width, height)
+    _draw_shape(pen, shape, colour, (width / 2, height / 2), 0.42 * min(width, height))
     article = "an" if colour[0] in "aeiou" else "a"
     facts = [
         ("What does this icon show?", f"{article.capitalize()} {colour} {shape}."),
@@ -70,7 +80,7 @@ def _icon(rng: random.Random, width: int, height: int) -> Picture:
 
 def _shapes(rng: random.Random, width: int, height: int) -> Picture:
     """Shapes in the cells of an invisible grid, so that none covers another."""
-    image, pen = _sheet(rng, width, height)
+    image, pen = _sheet(_flat(rng.choice(_PAPERS)), width, height)
     cell = max(48.0, min(width, height) / rng.randint(2, 4))
     columns, rows = max(1, int(width / cell)), max(1, int(height / cell))
     places = sorted(rng.sample(range(columns * rows), rng.randint(1, min(12, columns * rows))))
@@ -79,7 +89,7 @@ def _shapes(rng: random.Random, width: int, height: int) -> Picture:
     for place, (colour, shape) in zip(places, drawn, strict=True):
         centre = (place % columns + 0.5) * width / columns, (place // columns + 0.5) * height / rows
         radius = rng.uniform(0.25, 0.42) * min(width / columns, height / rows)
-        _draw_shape(pen, shape, COLOURS[colour], centre, radius)
+        _draw_shape(pen, shape, colour, centre, radius)
     return Picture(image, _shape_facts(rng, drawn))
 
 
@@ -101,19 +111,20 @@ def _shape_facts(rng: random.Random, drawn: list[tuple[str, str]]) -> list[tuple
 
 
 def _chart(rng: random.Random, width: int, height: int) -> Picture:
-    image, pen = _sheet(rng, width, height)
+    paper = rng.choice(_PAPERS)
     num_bars = rng.randint(2, max(2, min(8, width // 45)))
     labels = sorted(rng.sample(_MONTHS, num_bars), key=_MONTHS.index)
     values = rng.sample(range(5, 100), num_bars)  # all different, so that one is the highest
     colour = rng.choice(list(COLOURS))
     font = _font(max(10, min(width // (4 * num_bars), height // 12)))
+    image, pen = _sheet(_smooth(paper, COLOURS["black"], COLOURS[colour]), width, height)
     floor, scale, step = height - 1.6 * font.size, (height - 4 * font.size) / 100, width / num_bars
     for k, (label, value) in enumerate(zip(labels, values, strict=True)):
         middle, top = (k + 0.5) * step, floor - value * scale
         bar = (middle - 0.35 * step, top, middle + 0.35 * step, floor)
-        pen.rectangle(bar, fill=COLOURS[colour])
-        pen.text((middle, floor), label, fill=COLOURS["black"], font=font, anchor="ma")
-        pen.text((middle, top - 2), str(value), fill=COLOURS["black"], font=font, anchor="mb")
+        pen.rectangle(bar, fill=_MAX_LEVEL)
+        pen.text((middle, floor), label, fill=0, font=font, anchor="ma")
+        pen.text((middle, top - 2), str(value), fill=0, font=font, anchor="mb")
     asked, best = rng.randrange(num_bars), values.index(max(values))
     highest = f"The {_ORDINALS[best]} bar, {labels[best]}, with {values[best]}."
     table = "\n".join(f"{label}: {value}" for label, value in zip(labels, values, strict=True))
@@ -128,7 +139,7 @@ def _chart(rng: random.Random, width: int, height: int) -> Picture:
 
 
 def _page(rng: random.Random, width: int, height: int) -> Picture:
-    image, pen = _sheet(rng, width, height)
+    paper = rng.choice(_PAPERS)
     font = _font(rng.choice((11, 13, 16, 20)))
     line_height, columns = 1.3 * font.size, max(8, int(width / (0.56 * font.size)))
     title = f"{name(rng)} and {name(rng)}"
@@ -138,9 +149,10 @@ def _page(rng: random.Random, width: int, height: int) -> Picture:
         lines += textwrap.wrap(sentence(rng), columns - 2) or [""]
     lines = lines[:most_lines] or [sentence(rng)]
     ink = COLOURS[rng.choice(("black", "blue", "purple"))]
-    pen.text((font.size, 0.5 * line_height), title, fill=COLOURS["red"], font=font)
+    image, pen = _sheet(_smooth(paper, ink, COLOURS["red"]), width, height)
+    pen.text((font.size, 0.5 * line_height), title, fill=_MAX_LEVEL, font=font)
     for k, line in enumerate(lines):
-        pen.text((font.size, (k + 2) * line_height), line, fill=ink, font=font)
+        pen.text((font.size, (k + 2) * line_height), line, fill=0, font=font)
     facts = [
         ("What is the title of this page?", title),
         ("Read the text under the title.", "\n".join(lines)),
@@ -157,42 +169,52 @@ def _photo(rng: random.Random, width: int, height: int) -> Picture:
     noise = np.random.default_rng(rng.getrandbits(64))
     blotches = Image.fromarray(noise.integers(0, 60, (6, 8), dtype=np.uint8))
     clouds = blotches.resize((width, height), Image.Resampling.BICUBIC)
-    ramp = np.linspace(110, -110, width if side in ("left", "right") else height, dtype=np.float32)
-    ramp = ramp if side in ("left", "top") else -ramp
-    light = ramp[None, :] if side in ("left", "right") else ramp[:, None]
-    grain = noise.integers(-6, 7, (height, width), dtype=np.int8)
-    base = np.array(COLOURS[colour], dtype=np.float32) * 0.7 + 40
-    pixels = np.empty((height, width, 3), np.uint8)
-    soft = np.asarray(clouds)
-    light = np.broadcast_to(light, (height, width))
-    # a few rows at a time, which stay in the cache, and channel by channel: NumPy is slow where
-    # the last axis is three long
-    for first in range(0, height, _BLOCK_ROWS):
-        rows = slice(first, first + _BLOCK_ROWS)
-        shade = soft[rows].astype(np.float32)
-        shade -= 30
-        shade += light[rows]
-        shade += grain[rows]
-        for channel in range(3):
-            levels = shade + base[channel]
-            pixels[rows, :, channel] = np.clip(levels, 0, 255, out=levels)
+    ramp = np.linspace(0, _LIGHT, width if side in ("left", "right") else height).astype(np.uint8)
+    ramp = ramp if side in ("right", "bottom") else ramp[::-1]
+    grain = np.frombuffer(noise.bytes(width * height), np.uint8).reshape(height, width)
+    pixels = grain & 7
+    pixels += np.asarray(clouds)
+    pixels += ramp[None, :] if side in ("left", "right") else ramp[:, None]
+    image = Image.fromarray(pixels)
+    base = np.array(COLOURS[colour]) * 0.7 + 40 - _MEAN_LEVEL
+    image.putpalette(_bytes(np.add.outer(np.arange(256), base)))
     facts = [
         ("Which side of the photo is the brightest?", f"The {side}."),
         ("Which colour does the photo have?", f"It is mostly {colour}."),
         ("Describe the photo.", f"A soft {colour} view, brighter towards the {side}."),
     ]
-    return Picture(Image.fromarray(pixels), facts, photo=True, sideways=rng.random() < 0.1)
+    return Picture(image, facts, photo=True, sideways=rng.random() < 0.1)
 
 
-def _sheet(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    image = Image.new("RGB", (width, height), rng.choice(_PAPER))
-    return image, ImageDraw.Draw(image)
+def _sheet(palette: bytes, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    """An empty sheet of paper, and a pen whose inks are numbers of the palette."""
+    image = Image.new("P", (width, height), _PAPER)
+    image.putpalette(palette)
+    pen = ImageDraw.Draw(image)
+    pen.fontmode = "L"  # smooth: the numbers between those of ink and paper
+    return image, pen
+
+
+def _flat(paper: Colour) -> bytes:
+    """The palette of shapes: all colours, from 0 on."""
+    return _bytes([*COLOURS.values(), *[paper] * (_PAPER + 1 - len(COLOURS))])
+
+
+def _smooth(paper: Colour, ink: Colour, other: Colour) -> bytes:
+    """The palette of paper with two inks and all between."""
+    to_paper = np.linspace(ink, paper, _PAPER + 1)
+    return _bytes(np.concatenate([to_paper, np.linspace(paper, other, _MAX_LEVEL - _PAPER)]))
+
+
+def _bytes(colours: ArrayLike) -> bytes:
+    return np.clip(colours, 0, 255).astype(np.uint8).tobytes()
 
 
 def _draw_shape(
-    pen: ImageDraw.ImageDraw, shape: str, fill: Colour, centre: tuple[float, float], radius: float
+    pen: ImageDraw.ImageDraw, shape: str, colour: str, centre: tuple[float, float], radius: float
 ) -> None:
     x, y = centre
+    fill = list(COLOURS).index(colour)
     if shape == "circle":
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
         return

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from isobatch.balance.baseline_samplers import BASELINES, BATCH_SIZE, as_groups
@@ -39,7 +40,6 @@ from isobatch.packer.group import LIMITS_NAME
 from isobatch.packer.report.build_summary import Rejection, count_rejected
 from isobatch.packer.report.fill_limits import unused_tokens
 from isobatch.packer.report.gpu_hours import GpuHours, GpuQuestion, PackedEpoch, predict_hours
-from isobatch.packer.table_queries import read_slices
 from isobatch.shards.folders import on_disk
 from isobatch.shards.manifest import (
     MANIFEST_NAME,
@@ -405,17 +405,16 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
     if not out.is_dir():
         raise DataError(f"{out} is not a folder; give an --out of `packer build` or `packer group`")
     numbers = None if manifest is None else _drawn_partitions(out, manifest)
-    slices = _slices(out / COUNTS_NAME, numbers)
-    counts = read_slices(out / COUNTS_NAME, slices, ("position", "source", *COUNT_COLUMNS))
-    groups = _read_groups(out, numbers, [first for first, _ in slices])
-    rejected = read_slices(out / REJECTED_NAME, _slices(out / REJECTED_NAME, numbers), ["position"])
+    table = read_table(out / COUNTS_NAME, ("position", "source", *COUNT_COLUMNS), numbers)
+    groups = _read_groups(out, numbers)
+    rejected = read_table(out / REJECTED_NAME, ["position"], numbers).column("position").to_numpy()
     reasons = count_rejected(read_row_groups(out / REJECTED_NAME))
 
-    positions = counts["position"].to_numpy()
-    _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
+    positions = table.column("position").to_numpy()
+    _check_samples(out, groups, np.isin(positions, rejected))
     totals = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
     totals["num_groups"] = len(groups)
-    num_repeated = len(counts) - counts["position"].n_unique()
+    num_repeated = len(positions) - len(np.unique(positions))
     if manifest is None:
         limits, explained = _read_limits(out)
         unread = {}
@@ -435,12 +434,11 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
             differ = f"{MANIFEST_NAME} says {recorded}, but the tables hold {totals}"
             raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
 
-    table = counts.to_arrow()
     arrays = counts_arrays(table)
     return _Tables(
         counts=arrays,
         sources=source_numbers(table),
-        source_names=tuple(counts["source"].cast(str).unique(maintain_order=True)),
+        source_names=tuple(table.column("source").cast(pa.string()).unique().to_pylist()),
         groups=groups,
         totals=totals,
         num_repeated=num_repeated,
@@ -467,21 +465,13 @@ def _drawn_partitions(out: Path, manifest: Manifest) -> list[int] | None:
     return list(map(int, np.unique(places.astype(np.int64))))
 
 
-def _slices(path: Path, numbers: list[int] | None) -> list[tuple[int, int | None]]:
-    """First row and rows of each of those partitions in a table, in which each is a row group."""
-    if numbers is None:
-        return [(0, None)]
-    sizes = row_group_sizes(path)
-    ends = np.cumsum(sizes).tolist()
-    return [(ends[number] - sizes[number], sizes[number]) for number in numbers]
-
-
-def _read_groups(out: Path, numbers: list[int] | None, firsts: list[int]) -> Groups:
-    """Groups of those partitions; rows are numbered through, `firsts` are theirs in the table."""
+def _read_groups(out: Path, numbers: list[int] | None) -> Groups:
+    """Groups of those partitions, each a row group of the counts; their rows numbered through."""
     if numbers is None:
         return read_groups(read_table(out / GROUPS_NAME))
     parts = list(map(read_groups, read_row_groups(out / GROUPS_NAME, numbers)))
     sizes = row_group_sizes(out / COUNTS_NAME)
+    firsts = np.cumsum([0, *sizes])[numbers].tolist()
     before = np.cumsum([0, *(sizes[number] for number in numbers)]).tolist()
     moved = zip(parts, firsts, before, strict=False)
     samples = np.concatenate([part.samples - first + start for part, first, start in moved])

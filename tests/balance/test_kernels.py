@@ -69,6 +69,19 @@ def test_what_is_compiled_ahead_is_all_that_grouping_needs(tmp_path: Path) -> No
     assert (run.returncode, run.stderr) == (0, "")
 
 
+def test_a_build_begins_to_compile_before_its_command_is_loaded(tmp_path: Path) -> None:
+    begun = (
+        "import sys; sys.argv = ['packer', 'build'];"
+        " from isobatch.common import command_line; command_line.run_module = lambda _: None;"
+        " from isobatch.packer.__main__ import main; main();"
+        " from isobatch.balance.grouping import compile_ahead as ahead;"
+        " assert ahead._process.poll() is None; assert 'isobatch.packer.cli' not in sys.modules;"
+        " ahead.finish(lambda: None); assert ahead.are_compiled(ahead.KERNELS);"
+    )
+    run = grouped(begun, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_the_process_that_compiles_ends_with_the_one_that_waits() -> None:
     program = compile_ahead.PROGRAM.replace("compile_all", "_end_with_parent")
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:

@@ -284,10 +284,10 @@ def test_packing_and_its_help_need_no_torch():
 
 
 def test_the_demo_needs_nothing_but_the_package(run, tmp_path, demo_data, monkeypatch):
-    def draw_again(folder):  # what `write_demo` has drawn there
+    def draw_again(folder):  # what `place_demo` writes there
         shutil.copytree(demo_data, folder, dirs_exist_ok=True)
 
-    monkeypatch.setattr("isobatch.packer.build.write_demo", draw_again)
+    monkeypatch.setattr("isobatch.packer.build.place_demo", draw_again)
     status, printed, _ = run("build", "--dataset", "demo", "--out", tmp_path / "out")
     assert status == 0
     assert "1,000 samples read = 1,000 packed" in printed

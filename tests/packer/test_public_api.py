@@ -83,7 +83,7 @@ def test_help_is_that_of_the_commands(capsys, monkeypatch):
 
 def test_a_build_from_python_needs_a_config_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "isobatch.packer.build.write_demo", partial(packer.write_demo, num_samples=60)
+        "isobatch.packer.build.place_demo", partial(packer.write_demo, num_samples=60)
     )
     config = packer.BuildConfig(dataset="demo", out=str(tmp_path / "out"), limit=50, workers=1)
     summary = packer.Builder(config).build()

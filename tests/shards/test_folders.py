@@ -111,12 +111,12 @@ if __name__ == "__main__":  # not in the processes that count
 """
 
 
-# the demo's staged samples, which know no format, need more than the first; its 6 MB of shards
+# the demo's staged samples, which know no format, need more than the first; its 4 MB of shards
 # more than the others; its one shard is written by the leading process, however many there are
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shard_format", "size"),
-    [("arrow", "100k"), *itertools.product(["arrow", "webdataset"], ["1800k", "5m"])],
+    [("arrow", "100k"), *itertools.product(["arrow", "webdataset"], ["1800k", "3m"])],
 )
 def test_a_full_disk_is_one_line_that_names_the_folder(
     tmp_path, demo_data, small_disk, size, shard_format

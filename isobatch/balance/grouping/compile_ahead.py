@@ -4,6 +4,7 @@ On a machine where nobody has grouped yet, they take 3 to 4 s of a core. They go
 from which the process that groups then loads them. Without a cache it compiles them itself.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 
 from isobatch.balance.grouping.best_fit import fill_groups
 from isobatch.balance.grouping.even_out import divide_each, group_balanced
-from isobatch.balance.kernels import are_compiled, has_cache
+from isobatch.balance.kernels import are_compiled, has_cache, load_compiler
 from isobatch.common.types import Limits
 
 KERNELS = (fill_groups, divide_each)
@@ -53,6 +54,7 @@ def finish(say: Callable[[], None]) -> None:
         return
     if process.poll() is None:
         say()
+        load_compiler()
     with process, suppress(subprocess.TimeoutExpired):
         try:
             process.wait(MOST_S)
@@ -63,6 +65,7 @@ def finish(say: Callable[[], None]) -> None:
 def compile_all() -> None:
     """Compile all of them, by grouping a few samples; ends with standard input."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.disable()  # it takes a twentieth, for a process that lives for seconds
     limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
     group_balanced(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
 

@@ -144,7 +144,7 @@ def test_the_colours_named_are_exactly_those_drawn() -> None:
     found = pictures("Which colours occur?")
     assert len(found) > 10
     for picture, answer in found:
-        drawn = {pixel for _, pixel in picture.image.getcolors(1 << 20) or []}
+        drawn = {pixel for _, pixel in picture.image.convert("RGB").getcolors(1 << 20) or []}
         assert (
             answer
             == ", ".join(sorted(name for name, pixel in COLOURS.items() if pixel in drawn)) + "."
@@ -165,7 +165,7 @@ def test_the_highest_bar_is_the_one_named() -> None:
         bar = COLOURS[
             facts["Which colour are the bars?"].removeprefix("They are ").removesuffix(".")
         ]
-        pixels = (np.asarray(picture.image) == bar).all(axis=2)
+        pixels = (np.asarray(picture.image.convert("RGB")) == bar).all(axis=2)
         if bar != COLOURS["black"]:  # the labels are black, too
             place = int(pixels.sum(axis=0).argmax() * len(table) / picture.image.width)
             assert table[place][0] == month

@@ -161,7 +161,7 @@ def test_bytes_are_those_of_the_format(format, tmp_path):
 
 def test_the_demo_is_drawn_elsewhere(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("isobatch.packer.build.write_demo", few_demo)
+    monkeypatch.setattr("isobatch.packer.build.place_demo", few_demo)
     status, out, _ = run_packer(
         capsys, monkeypatch, "build", "--dataset", "demo", "--dry-run", "--json", "--workers", 1
     )
