@@ -2,11 +2,11 @@
 
 For models of `engine.runtime.models.transformers_models.from_transformers`, whose layers hold the
 model's own modules: a module's path in the model is its name. Weights in no layer (vision layers
-whose output is unused) never change and are taken from the model itself. Each weight is sent once:
-rank 0 needs memory for one copy of the model, the others for none.
+whose output is unused) never change and are not gathered. Each weight is sent once, and rank 0
+needs memory for its own layers and one shard.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from isobatch.engine.runtime.communication.collectives import gather_objects, wo
 
 Prefixes = tuple[Mapping[str, str], ...]
 """Names of each layer's children -> their paths in the model."""
+SHARD_BYTES = 2 << 30
+"""Weights of other ranks that rank 0 holds at a time."""
 
 
 def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> Prefixes:
@@ -52,10 +54,27 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
     return state
 
 
-def gather_state_dict(
-    model: nn.Module, layers: Mapping[int, nn.Module], prefixes: Prefixes
-) -> dict[str, Tensor] | None:
-    """The whole `model.state_dict()` on the CPU of rank 0; None on the others.
+def split_weights(model: nn.Module, max_bytes: int = SHARD_BYTES) -> list[list[str]]:
+    """Names of a model's parameters, tied ones once, in shards of at most so many float32 bytes.
+
+    A larger parameter is a shard by itself.
+    """
+    shards: list[list[str]] = []
+    free_bytes = 0
+    for name, weight in model.named_parameters():
+        num_bytes = 4 * weight.numel()
+        if num_bytes > free_bytes:
+            shards.append([])
+            free_bytes = max_bytes
+        shards[-1].append(name)
+        free_bytes -= num_bytes
+    return shards
+
+
+def gather_shards(
+    layers: Mapping[int, nn.Module], prefixes: Prefixes, shards: Iterable[Iterable[str]]
+) -> Iterator[dict[str, Tensor]]:
+    """Weights of all ranks' layers on the CPU of rank 0, shard by shard; others get empty ones.
 
     All ranks of the world call it with their own layers. PeerLost if one is lost.
     """
@@ -69,22 +88,20 @@ def gather_state_dict(
     for owner, names in enumerate(described):
         owners = dict.fromkeys(names, owner) | owners
     device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
-    received: dict[str, Tensor] = {}
-    with world_errors():
-        for name, owner in owners.items():
-            if owner > 0 and rank == owner:
-                dist.send(local[name].detach().contiguous(), 0)
-            elif owner > 0 and rank == 0:
-                shape, dtype = described[owner][name]
-                buffer = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(buffer, owner)
-                received[name] = buffer.cpu()
-    if rank > 0:
-        return None
-    # what is neither received nor in a layer here is in no layer, and never changed
-    return {
-        name: received[name]
-        if name in received
-        else torch.empty_like(tensor, device="cpu").copy_(local.get(name, tensor))
-        for name, tensor in model.state_dict().items()
-    }
+    for shard in shards:
+        received: dict[str, Tensor] = {}
+        with world_errors():
+            for name in shard:
+                owner = owners.get(name, -1)
+                if owner < 0 or rank not in (0, owner):
+                    continue
+                if rank > 0:
+                    dist.send(local[name].detach().contiguous(), 0)
+                elif owner > 0:
+                    shape, dtype = described[owner][name]
+                    received[name] = torch.empty(shape, dtype=dtype, device=device)
+                    dist.recv(received[name], owner)
+                    received[name] = received[name].cpu()
+                else:
+                    received[name] = local[name].detach().cpu()
+        yield received

@@ -9,8 +9,12 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch import nn
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_names
@@ -19,10 +23,16 @@ from isobatch.engine.cost_model.operations import Layer
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.runtime.models.preset_from_model import preset_from_model
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import gather_state_dict, names_of
+from isobatch.engine.runtime.models.weights import (
+    SHARD_BYTES,
+    gather_shards,
+    names_of,
+    split_weights,
+)
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import LayerStack
 from isobatch.engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
+from isobatch.engine.train.models.model_weights import LazyWeights
 from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
 from isobatch.engine.train.step_source import StepSource
 from isobatch.models.image_rules import VisionRule
@@ -55,7 +65,9 @@ class PipelineModel:
     preset: ModelPreset
     """Sizes of the model, and the build's image rule."""
     whole: Any = None
-    """Model of transformers, for the export; a rank trains only its own layers."""
+    """Model of transformers; layers that this rank does not run stay on the meta device."""
+    weights: LazyWeights | None = None
+    """Weights of `whole`."""
 
     @property
     def listed(self) -> tuple[Layer, ...]:
@@ -86,19 +98,34 @@ class PipelineModel:
             if listed.part in parts:
                 layer.requires_grad_(False)
 
-    def export(self, pipeline: Pipeline, folder: Path) -> bool:
-        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
+    def export(self, pipeline: Pipeline, folder: Path, shard_bytes: int = SHARD_BYTES) -> bool:
+        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError.
+
+        The first rank holds one shard of the other ranks' weights at a time.
+        """
+        assert self.weights is not None  # a model of transformers
         pipeline.gather_weights()
+        shards = split_weights(self.whole, shard_bytes)
         prefixes = names_of(self.whole, self.stack.layers)
         # replicas are equal, so the first one's weights are enough
-        state = gather_state_dict(self.whole, pipeline.layers, prefixes)
-        if state is not None:
-            write_model(self.whole, folder, state)
-        return state is not None
+        gathered = gather_shards(pipeline.layers, prefixes, shards)
+        if dist.get_rank() > 0:
+            for _ in gathered:
+                pass
+            return False
+        whole = (
+            shard | self.weights.values(set(names) - set(shard))  # those that no layer has
+            for names, shard in zip(shards, gathered, strict=True)
+        )
+        write_model(self.whole, folder, whole, len(shards))
+        return True
 
 
 def open_model(name: str | None, config: Path | None, source: StepSource) -> PipelineModel:
-    """The model for a build, on the CPU. ConfigError if they do not fit.
+    """The model for a build. ConfigError if they do not fit, or the folder lacks weights.
+
+    A model of transformers is on the meta device: a `Pipeline` loads the layers of its rank. Random
+    weights follow from torch's seed, which must be equal on all ranks.
 
     `name`: one of `MODELS`; None: that of `config`, or the one for the build's preset.
     `config`: a `config.json` of transformers (random weights) or a folder with weights; None for a
@@ -122,15 +149,21 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
         assert tiny.llm is not None  # a preset of ours
         llm = replace(tiny.llm, vocab_size=source.vocab_size)
         return PipelineModel(stack=stack, preset=replace(preset, vit=tiny.vit, llm=llm))
-    whole = read_model(name, config, source)
+    whole, weights = read_model(name, config, source)
     stack = from_transformers(whole)
-    return PipelineModel(stack=stack, preset=preset_from_model(whole, stack, preset), whole=whole)
+    stack = replace(stack, load=partial(_load, stack.layers, weights))
+    preset = preset_from_model(whole, stack, preset)
+    return PipelineModel(stack=stack, preset=preset, whole=whole, weights=weights)
 
 
 def kinds_text(names: Sequence[str]) -> str:
     """Layers by kind, for people: '1 patch_embedding, 2 vision_layer'."""
     kinds = Counter(name.split()[0] for name in names)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _load(layers: Sequence[nn.Module], weights: LazyWeights, index: int) -> None:
+    weights.fill(layers[index].parameters())
 
 
 def _model_name(option: str | None, config: Path | None, preset: ModelPreset) -> str:
