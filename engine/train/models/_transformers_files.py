@@ -78,8 +78,9 @@ def read_model(name: str, path: Path | None, source: StepSource) -> tuple[Any, L
         model.tie_weights()
         if folder is not None and (folder / "generation_config.json").exists():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    weights = LazyWeights(model, folder, torch.initial_seed())
     _check_fits(model, name, path, source)
-    return model.train(), LazyWeights(model, folder, torch.initial_seed())
+    return model.train(), weights
 
 
 def write_model(

@@ -170,7 +170,8 @@ def _file_names(folder: Path) -> list[str]:
         return [WEIGHTS]
     table = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     try:
-        return sorted(set(table["weight_map"].values()))
+        # a table may name no file outside of its folder
+        return sorted({Path(name).name for name in table["weight_map"].values()})
     except (AttributeError, KeyError, TypeError):
         raise ConfigError(f"{folder / INDEX} has no weight_map: copy the folder again") from None
 
