@@ -2,15 +2,13 @@
 
 `torch.distributed.new_group` must be called by every process for every group, in one order, and
 waits for all. So all groups are made from the list of all replicas' pipelines, which every rank
-has, and their number grows with the stages and with the replicas, not with both: 8 stages of 64
-replicas have 88, and 64 more if embeddings are tied.
+has, and their number grows with stages and with replicas, not with their product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,10 @@ from isobatch.engine.runtime.communication.collectives import all_reduce
 from isobatch.engine.runtime.errors import peer_errors
 from isobatch.engine.runtime.stage_io import LayerStack
 
-T = TypeVar("T")
 Pair = tuple[int, int]
 """(sender, receiver), as ranks of a pipeline."""
+GroupKey = tuple[str, tuple[int, ...], int]
+"""(kind, ranks of a pipeline, replica)."""
 BUCKET_BYTES = 256 << 20
 """Gradients summed in one message: larger messages gain nothing, and their copy takes memory."""
 
@@ -43,7 +42,7 @@ class ProcessGroups:
     """This replica's pipeline as ranks of the world, first stage first."""
     rank: int
     """Position of this process among them."""
-    links: Mapping[Pair, dist.ProcessGroup]
+    links: Mapping[tuple[int, ...], dist.ProcessGroup]
     """Groups of this rank's links, by direction: to ring neighbours, from encoders to rank 0."""
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
@@ -78,66 +77,48 @@ def make_groups(
     timeout = timedelta(seconds=timeout_s)
     local_ranks = next(tuple(pipeline) for pipeline in pipelines if me in pipeline)
     shared = _tied_parameters(model, borders, len(local_ranks))
-    layout = layout_groups(pipelines, encoder_ranks, [ranks for ranks, _ in shared])
-
-    def of_this_rank(lists: Sequence[tuple[T, Sequence[int]]]) -> list[tuple[T, dist.ProcessGroup]]:
-        groups = [(key, dist.new_group(list(ranks), timeout=timeout)) for key, ranks in lists]
-        return [pair for pair, (_, ranks) in zip(groups, lists, strict=True) if me in ranks]
-
-    links, ties = of_this_rank(layout.links), of_this_rank(layout.ties)
-    ((replica, whole),) = of_this_rank(layout.pipelines)
-    across = [group for _, group in of_this_rank(layout.replicas)]
+    groups: dict[GroupKey, dist.ProcessGroup] = {}
+    for key, members in group_ranks(pipelines, encoder_ranks, [tie for tie, _ in shared]):
+        group = dist.new_group(members, timeout=timeout)
+        if me in members:
+            groups[key] = group
+    rank = local_ranks.index(me)
+    replica = [tuple(pipeline) for pipeline in pipelines].index(local_ranks)
+    ties = [(weights, groups.get(("tie", ranks, replica))) for ranks, weights in shared]
     return ProcessGroups(
         ranks=local_ranks,
-        rank=local_ranks.index(me),
-        links=dict(links),
-        pipeline=whole,
-        replicas=across[0] if across else None,
+        rank=rank,
+        links={pair: group for (kind, pair, _), group in groups.items() if kind == "link"},
+        pipeline=groups["pipeline", (), replica],
+        replicas=groups.get(("replicas", (rank,), 0)),
         replica=replica,
-        ties=tuple(TiedWeights(weights=shared[tie][1], group=group) for tie, group in ties),
+        ties=tuple(TiedWeights(weights=weights, group=group) for weights, group in ties if group),
     )
 
 
-class GroupLayout(NamedTuple):
-    """Ranks of the world in each group, with what each is for, in the order of making them."""
-
-    links: list[tuple[Pair, list[int]]]
-    """Both ends of a link in all replicas, which send only within theirs: so there are as many
-    groups as links of one pipeline, and as for a group of two, NCCL opens a communicator per pair
-    and direction."""
-    ties: list[tuple[int, list[int]]]
-    """By number of the tie, in each replica."""
-    pipelines: list[tuple[int, Sequence[int]]]
-    """By number of the replica."""
-    replicas: list[tuple[int, list[int]]]
-    """By rank in a pipeline; none without other replicas."""
-
-
-def layout_groups(
+def group_ranks(
     pipelines: Sequence[Sequence[int]],
     encoder_ranks: Sequence[int],
-    ties: Sequence[Sequence[int]],
-) -> GroupLayout:
-    """All groups of a run; `ties`: ranks of a pipeline that have copies of the same parameters.
+    ties: Sequence[tuple[int, ...]],
+) -> Iterator[tuple[GroupKey, list[int]]]:
+    """All groups of a run in one order; `ties`: ranks of a pipeline that share parameters.
 
-    >>> layout = layout_groups([[0, 1], [2, 3]], [], [[0, 1]])
-    >>> layout.links
-    [((0, 1), [0, 2, 1, 3]), ((1, 0), [1, 3, 0, 2])]
-    >>> layout.ties, layout.replicas
-    ([(0, [0, 1]), (0, [2, 3])], [(0, [0, 2]), (1, [1, 3])])
+    A link's group has both ends in all replicas, which send within theirs only. NCCL opens a
+    communicator per pair of ranks and direction, as it does for groups of two.
+
+    >>> [ranks for (kind, *_), ranks in group_ranks([[0, 1], [2, 3]], [], []) if kind == "link"]
+    [[0, 2, 1, 3], [1, 3, 0, 2]]
     """
     across = [list(ranks) for ranks in zip(*pipelines, strict=True)]
-    pairs = directions(len(across), encoder_ranks)
-    return GroupLayout(
-        links=[((sender, to), across[sender] + across[to]) for sender, to in pairs],
-        ties=[
-            (number, [pipeline[rank] for rank in ranks])
-            for pipeline in pipelines
-            for number, ranks in enumerate(ties)
-        ],
-        pipelines=list(enumerate(pipelines)),
-        replicas=list(enumerate(across)) if len(pipelines) > 1 else [],
-    )
+    for sender, receiver in directions(len(across), encoder_ranks):
+        yield ("link", (sender, receiver), 0), across[sender] + across[receiver]
+    for replica, pipeline in enumerate(pipelines):
+        for ranks in ties:
+            yield ("tie", ranks, replica), [pipeline[rank] for rank in ranks]
+        yield ("pipeline", (), replica), list(pipeline)
+    if len(pipelines) > 1:
+        for rank, ranks_across in enumerate(across):
+            yield ("replicas", (rank,), 0), ranks_across
 
 
 def open_links(groups: ProcessGroups, device: torch.device) -> None:

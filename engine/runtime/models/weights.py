@@ -6,7 +6,7 @@ whose output is unused) never change and are not gathered. Each weight is sent o
 needs memory for its own layers and one shard.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,54 +54,45 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
     return state
 
 
-def split_weights(model: nn.Module, max_bytes: int = SHARD_BYTES) -> list[list[str]]:
-    """Names of a model's parameters, tied ones once, in shards of at most so many float32 bytes.
-
-    A larger parameter is a shard by itself.
-    """
-    shards: list[list[str]] = []
-    free_bytes = 0
-    for name, weight in model.named_parameters():
-        num_bytes = 4 * weight.numel()
-        if num_bytes > free_bytes:
-            shards.append([])
-            free_bytes = max_bytes
-        shards[-1].append(name)
-        free_bytes -= num_bytes
-    return shards
-
-
 def gather_shards(
-    layers: Mapping[int, nn.Module], prefixes: Prefixes, shards: Iterable[Iterable[str]]
+    model: nn.Module,
+    layers: Mapping[int, nn.Module],
+    prefixes: Prefixes,
+    unused: Callable[[str], Tensor],
+    max_bytes: int = SHARD_BYTES,
 ) -> Iterator[dict[str, Tensor]]:
-    """Weights of all ranks' layers on the CPU of rank 0, shard by shard; others get empty ones.
+    """The model's parameters by name, tied ones once, on the CPU of rank 0, in several shards.
 
-    All ranks of the world call it with their own layers. PeerLost if one is lost.
+    All ranks of the world take all shards, with their own layers; others than rank 0 get empty
+    ones. `unused`: value of a parameter in no layer. `max_bytes`: of float32 numbers, but for a
+    single larger parameter. PeerLost if a rank is lost.
     """
     local = state_dict_of(layers, prefixes)
     rank = dist.get_rank()
     described = gather_objects(
         {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
     )
-    # the first rank that has a weight sends it
+    # the first rank that has a weight sends it: replicas are equal
     owners: dict[str, int] = {}
     for owner, names in enumerate(described):
         owners = dict.fromkeys(names, owner) | owners
     device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
-    for shard in shards:
-        received: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, weight in model.named_parameters():
+        if num_bytes and num_bytes + 4 * weight.numel() > max_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        num_bytes += 4 * weight.numel()
+        owner = owners.get(name, 0)
         with world_errors():
-            for name in shard:
-                owner = owners.get(name, -1)
-                if owner < 0 or rank not in (0, owner):
-                    continue
-                if rank > 0:
-                    dist.send(local[name].detach().contiguous(), 0)
-                elif owner > 0:
-                    shape, dtype = described[owner][name]
-                    received[name] = torch.empty(shape, dtype=dtype, device=device)
-                    dist.recv(received[name], owner)
-                    received[name] = received[name].cpu()
-                else:
-                    received[name] = local[name].detach().cpu()
-        yield received
+            if rank == owner > 0:
+                dist.send(local[name].detach().contiguous(), 0)
+            elif rank == 0 < owner:
+                shape, dtype = described[owner][name]
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(buffer, owner)
+                shard[name] = buffer.cpu()
+            elif rank == 0:
+                shard[name] = local[name].detach().cpu() if name in local else unused(name)
+    yield shard

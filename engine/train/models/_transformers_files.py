@@ -8,8 +8,8 @@ transformers is an optional dependency that takes seconds to import: it is impor
 import importlib
 import json
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,8 +49,6 @@ VISION = {
 }
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
 """Division of a head's 8 frequencies between frame, row and column."""
-_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files with weights."""
 
 
 def read_model(name: str, path: Path | None, source: StepSource) -> tuple[Any, LazyWeights]:
@@ -83,43 +81,43 @@ def read_model(name: str, path: Path | None, source: StepSource) -> tuple[Any, L
     return model.train(), weights
 
 
-def write_model(
-    model: Any, folder: Path, shards: Iterable[dict[str, torch.Tensor]], count: int
-) -> None:
-    """Write a model as `save_pretrained` does, its weights in `count` shards, each when it comes.
+def write_model(model: Any, folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> None:
+    """Write a model as `save_pretrained` does, each shard of its weights when it comes.
 
-    DataError, after the last shard, if it fails.
+    DataError, after the last shard, if it fails: then the folder's files are as they were.
     """
-    files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    names, waiting = files if count > 1 else [WEIGHTS], iter(shards)
-    weight_map: dict[str, str] = {}
-    num_bytes = 0
+    waiting = iter(shards)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, shard in zip(names, waiting, strict=True):
-            num_bytes += sum(tensor.nbytes for tensor in shard.values())
-            weight_map |= dict.fromkeys(_write_shard(model, folder / name, shard), name)
-        # files of an earlier export, which transformers might take
-        for file in folder.glob("model*"):
-            if _WRITTEN.fullmatch(file.name) and file.name not in names:
-                file.unlink()
-        if count > 1:
-            table = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        with TemporaryDirectory(dir=folder) as unfinished:
+            parts = []
+            for number, shard in enumerate(waiting):
+                parts.append(Path(unfinished) / str(number))
+                model.save_pretrained(parts[-1], state_dict=shard)
+            _put_together(parts, folder)
     except (OSError, importlib.import_module("safetensors").SafetensorError) as error:
-        for _ in waiting:  # other ranks send them
-            pass
+        deque(waiting, maxlen=0)  # other ranks send them
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{folder}: {reason}") from None
 
 
-def _write_shard(model: Any, target: Path, shard: dict[str, torch.Tensor]) -> list[str]:
-    """Write some of a model's weights, and its configs; -> the weights' names in the file."""
-    with TemporaryDirectory(dir=target.parent) as unfinished:
-        model.save_pretrained(unfinished, state_dict=shard)
-        for file in Path(unfinished).iterdir():
-            file.replace(target if file.name == WEIGHTS else target.with_name(file.name))
-    return [weight.key for weight in weights_of(target)]
+def _put_together(parts: Sequence[Path], folder: Path) -> None:
+    """Make one model of folders that have some weights each, over an earlier one."""
+    names = [
+        f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))
+    ]
+    names = names if len(parts) > 1 else [WEIGHTS]
+    for earlier in (*folder.glob(f"{WEIGHTS}*"), *folder.glob("model-?????-of-?????.safetensors")):
+        earlier.unlink()
+    weight_map: dict[str, str] = {}
+    for name, part in zip(names, parts, strict=True):
+        weight_map |= dict.fromkeys((weight.key for weight in weights_of(part / WEIGHTS)), name)
+        for file in part.iterdir():
+            file.replace(folder / (name if file.name == WEIGHTS else file.name))
+    if len(parts) > 1:
+        size = sum((folder / name).stat().st_size for name in names)
+        table = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 def make_config(name: str, source: StepSource) -> Any:

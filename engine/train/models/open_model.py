@@ -6,7 +6,7 @@ layers.
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +24,8 @@ from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.runtime.models.preset_from_model import preset_from_model
 from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.runtime.models.weights import (
-    SHARD_BYTES,
     gather_shards,
     names_of,
-    split_weights,
 )
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import LayerStack
@@ -98,26 +96,16 @@ class PipelineModel:
             if listed.part in parts:
                 layer.requires_grad_(False)
 
-    def export(self, pipeline: Pipeline, folder: Path, shard_bytes: int = SHARD_BYTES) -> bool:
-        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError.
-
-        The first rank holds one shard of the other ranks' weights at a time.
-        """
+    def export(self, pipeline: Pipeline, folder: Path) -> bool:
+        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
         assert self.weights is not None  # a model of transformers
         pipeline.gather_weights()
-        shards = split_weights(self.whole, shard_bytes)
         prefixes = names_of(self.whole, self.stack.layers)
-        # replicas are equal, so the first one's weights are enough
-        gathered = gather_shards(pipeline.layers, prefixes, shards)
+        shards = gather_shards(self.whole, pipeline.layers, prefixes, self.weights.value)
         if dist.get_rank() > 0:
-            for _ in gathered:
-                pass
+            deque(shards, maxlen=0)
             return False
-        whole = (
-            shard | self.weights.values(set(names) - set(shard))  # those that no layer has
-            for names, shard in zip(shards, gathered, strict=True)
-        )
-        write_model(self.whole, folder, whole, len(shards))
+        write_model(self.whole, folder, shards)
         return True
 
 

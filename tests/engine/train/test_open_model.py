@@ -121,10 +121,10 @@ def test_a_folder_whose_weights_do_not_fit_is_refused_with_the_place(loaders, na
     weights = load_file(file)
     lost = next(key for key in weights if "layers.1." in key)
     rest = {key: value for key, value in weights.items() if key != lost}
-    shape, where = tuple(weights[lost].shape), f"{folder}: {lost} in model.safetensors"
+    shape, where = list(weights[lost].shape), f"{folder}: {lost} in model.safetensors"
     changes = {
         f"{folder} lacks 1 weights that its config.json asks for, as": None,
-        f"{where} has the shape (3,), config.json asks for {shape}:": torch.zeros(3),
+        f"{where} has the shape [3], config.json asks for {shape}: give": torch.zeros(3),
         f"{where} is I8, which is not trained: give": torch.zeros(shape, dtype=torch.int8),
     }
     for message, value in changes.items():
@@ -138,7 +138,7 @@ def test_a_folder_that_lacks_a_file_is_refused(loaders, name, folder):
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     file.unlink()
     line = refusal(ConfigError, open_model, name, folder, loaders[name])
-    assert line.startswith(f"{folder}: No such file or directory")
+    assert line.startswith(f"{folder}: No such file or directory"), line
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     line = refusal(ConfigError, open_model, name, folder, loaders[name])
     assert "model-00001-of-00002.safetensors" in line
@@ -186,10 +186,9 @@ def test_damaged_weights_are_told_in_one_line(loaders, name, folder):
 
 def test_a_model_that_cannot_be_written_is_told_in_one_line(loaders, name, tmp_path):
     model, weights = read_model(name, None, loaders[name])
-    names = [key for key, _ in model.named_parameters()]
     (tmp_path / "file").write_text("")
-    left = iter([weights.values(names), {}, {}])
-    line = refusal(DataError, write_model, model, tmp_path / "file" / "model", left, 3)
+    left = iter([{key: weights.value(key) for key, _ in model.named_parameters()}, {}, {}])
+    line = refusal(DataError, write_model, model, tmp_path / "file" / "model", left)
     assert line == f"{tmp_path / 'file' / 'model'}: Not a directory"
     assert list(left) == []  # what other ranks send has been received
 
@@ -197,15 +196,15 @@ def test_a_model_that_cannot_be_written_is_told_in_one_line(loaders, name, tmp_p
 def test_a_model_written_in_shards_is_read_by_transformers(loaders, name, tmp_path):
     folder = tmp_path / "model"
     model, weights = read_model(name, None, loaders[name])
-    names = [key for key, _ in model.named_parameters()]
+    values = {key: weights.value(key) for key, _ in model.named_parameters()}
     for count in (3, 2, 1):  # over what an earlier export left
-        shards = [names[number::count] for number in range(count)]
-        write_model(model, folder, map(weights.values, shards), count)
-        files = sorted(file.name for file in folder.glob("*.safetensors*"))
+        shards = [dict(list(values.items())[number::count]) for number in range(count)]
+        write_model(model, folder, shards)
+        files = sorted(file.name for file in folder.iterdir() if "safetensors" in file.name)
         assert len(files) == (count + 1 if count > 1 else 1), files
         written = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
         assert json.loads((folder / "config.json").read_text())["model_type"] == name
-        for key, value in weights.values(names).items():
+        for key, value in values.items():
             assert torch.equal(written[key], value), key
 
 

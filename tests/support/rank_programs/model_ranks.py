@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from isobatch.engine.runtime.communication.collectives import broadcast
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import gather_shards, names_of, split_weights
+from isobatch.engine.runtime.models.weights import gather_shards, names_of
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models import video_samples
 from support.models.family_models import (
@@ -110,17 +110,11 @@ def _run_steps(case, piped, weights, alone):
             optimizer.step()
             optimizer.zero_grad()
     pipeline.gather_weights()
-    shards = split_weights(piped, 4096)
+    prefixes = names_of(piped, layers)
+    shards = list(gather_shards(piped, pipeline.layers, prefixes, weights.value, max_bytes=4096))
     assert len(shards) > 5
-    gathered = {}
-    for names, shard in zip(
-        shards,
-        gather_shards(pipeline.layers, names_of(piped, layers), shards),
-        strict=True,
-    ):
-        assert not shard or not dist.get_rank()
-        if not dist.get_rank():
-            gathered |= weights.values(set(names) - set(shard)) | shard
+    gathered = {name: value for shard in shards for name, value in shard.items()}
+    assert bool(gathered) == (dist.get_rank() == 0)
     if gathered:
         _compare(gathered, alone, made(case), case.tolerance)
 

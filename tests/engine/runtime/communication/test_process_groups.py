@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isobatch.engine.runtime.communication.process_groups import layout_groups, sum_gradients
+from isobatch.engine.runtime.communication.process_groups import group_ranks, sum_gradients
 from support.ranks import run_ranks
 
 SHAPES = [(3,), (4, 5), (40, 2), (1,), (7,)]
@@ -40,19 +40,20 @@ def test_sums_are_the_same_however_gradients_are_put_together(summed, name):
 def count_groups(stages, replicas):
     """Groups of a run with tied embeddings, checked against what each rank needs."""
     pipelines = [range(first, stages * replicas, replicas) for first in range(replicas)]
-    layout = layout_groups(pipelines, [stages - 2], [(0, stages - 1)])
-    for pipeline in pipelines:
-        for (sender, receiver), ranks in layout.links:
-            assert {pipeline[sender], pipeline[receiver]} <= set(ranks)
+    ends = (0, stages - 1)
+    groups = list(group_ranks(pipelines, [stages - 2], [ends]))
+    assert len(dict(groups)) == len(groups)
+    for replica, pipeline in enumerate(pipelines):
+        for (kind, ranks, of_replica), members in groups:
+            if kind == "link":
+                assert {pipeline[rank] for rank in ranks} <= set(members)
+            elif kind != "replicas" and of_replica == replica:
+                whole = ranks if kind == "tie" else range(stages)
+                assert members == [pipeline[rank] for rank in whole]
         # an encoder's link to the first rank is another than the ring's
-        reached = {pair for pair, ranks in layout.links if pipeline[0] in ranks}
-        assert {(0, 1), (1, 0), (0, stages - 1), (stages - 1, 0), (stages - 2, 0)} <= reached
-    for _, ranks in layout.pipelines + layout.replicas:
-        assert len(ranks) in (stages, replicas)
-    assert sorted(rank for _, ranks in layout.ties for rank in ranks) == sorted(
-        rank for pipeline in pipelines for rank in (pipeline[0], pipeline[-1])
-    )
-    return sum(map(len, layout))
+        reached = {ranks for (kind, ranks, _), members in groups if pipeline[0] in members}
+        assert {(0, 1), (1, 0), ends, ends[::-1], (stages - 2, 0)} <= reached
+    return len(groups)
 
 
 def test_groups_grow_with_stages_and_replicas_and_not_with_both():

@@ -102,8 +102,10 @@ def test_nothing_in_a_step_waits_for_the_device(name, monkeypatch):
 
 def test_nothing_in_a_step_of_the_demo_model_waits():
     batches = [tiny_models.make_batch("internvl", (2, 0, 1), seed=seed) for seed in range(2)]
-    # as many image tokens per tile
-    batches = [replace(batch, pixel_values=torch.randn(3, 3, 56, 56)) for batch in batches]
+    batches = [  # as many image tokens per tile
+        replace(batch, pixel_values=torch.randn(len(batch.pixel_values), 3, 56, 56))
+        for batch in batches
+    ]
     stack = make_tiny_vlm(load_model("tiny"), tiny_models.VOCAB, tiny_models.IMAGE)
     assert run_step(stack, batches, "1f1b") > 0
 
