@@ -84,7 +84,11 @@ def make_groups(
             groups[key] = group
     rank = local_ranks.index(me)
     replica = [tuple(pipeline) for pipeline in pipelines].index(local_ranks)
-    ties = [(weights, groups.get(("tie", ranks, replica))) for ranks, weights in shared]
+    ties = [
+        TiedWeights(weights=weights, group=groups["tie", ranks, replica])
+        for ranks, weights in shared
+        if rank in ranks
+    ]
     return ProcessGroups(
         ranks=local_ranks,
         rank=rank,
@@ -92,7 +96,7 @@ def make_groups(
         pipeline=groups["pipeline", (), replica],
         replicas=groups.get(("replicas", (rank,), 0)),
         replica=replica,
-        ties=tuple(TiedWeights(weights=weights, group=group) for weights, group in ties if group),
+        ties=tuple(ties),
     )
 
 

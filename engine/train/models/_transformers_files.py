@@ -94,6 +94,7 @@ def write_model(model: Any, folder: Path, shards: Iterable[dict[str, torch.Tenso
             for number, shard in enumerate(waiting):
                 parts.append(Path(unfinished) / str(number))
                 model.save_pretrained(parts[-1], state_dict=shard)
+                shard.clear()  # its memory is for the next one
             _put_together(parts, folder)
     except (OSError, importlib.import_module("safetensors").SafetensorError) as error:
         deque(waiting, maxlen=0)  # other ranks send them

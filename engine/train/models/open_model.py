@@ -9,12 +9,10 @@ import json
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_names
@@ -23,10 +21,7 @@ from isobatch.engine.cost_model.operations import Layer
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.runtime.models.preset_from_model import preset_from_model
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import (
-    gather_shards,
-    names_of,
-)
+from isobatch.engine.runtime.models.weights import gather_shards, names_of
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import LayerStack
 from isobatch.engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
@@ -139,7 +134,8 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
         return PipelineModel(stack=stack, preset=replace(preset, vit=tiny.vit, llm=llm))
     whole, weights = read_model(name, config, source)
     stack = from_transformers(whole)
-    stack = replace(stack, load=partial(_load, stack.layers, weights))
+    layers = stack.layers
+    stack = replace(stack, load=lambda index: weights.fill(layers[index].parameters()))
     preset = preset_from_model(whole, stack, preset)
     return PipelineModel(stack=stack, preset=preset, whole=whole, weights=weights)
 
@@ -148,10 +144,6 @@ def kinds_text(names: Sequence[str]) -> str:
     """Layers by kind, for people: '1 patch_embedding, 2 vision_layer'."""
     kinds = Counter(name.split()[0] for name in names)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-
-
-def _load(layers: Sequence[nn.Module], weights: LazyWeights, index: int) -> None:
-    weights.fill(layers[index].parameters())
 
 
 def _model_name(option: str | None, config: Path | None, preset: ModelPreset) -> str:
