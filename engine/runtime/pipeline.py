@@ -21,7 +21,7 @@ from torch import nn
 from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.collectives import all_reduce, on_all_ranks
 from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from isobatch.engine.runtime.communication.process_groups import (
     ProcessGroups,
@@ -74,7 +74,7 @@ class PipelineOptions:
 
 
 class Pipeline:
-    """One rank of a pipeline. All ranks make it with the whole model; each keeps its own layers."""
+    """One rank of a pipeline. All ranks make it with all layers; each loads and runs its own."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class Pipeline:
         rank = self._groups.rank
         open_links(self._groups, device)
         encodes = rank in (0, *ahead) and model.first_trained <= cuts[1]
-        encoder = model.layers[: model.first_trained] if encodes else []
-        encoder = [layer.to(device) for layer in encoder]
-        layers = {
-            index: model.layers[index].to(device)
-            for stage in range(rank, len(cuts) - 1, len(self._groups.ranks))
-            for index in range(cuts[stage], cuts[stage + 1])
-        }
+        ahead_of_all = range(model.first_trained if encodes else 0)
+        indices = layers_of_rank(cuts, rank, len(self._groups.ranks))
+        if model.load is not None:
+            load = model.load
+            on_all_ranks(lambda: [load(index) for index in (*ahead_of_all, *indices)])
+        encoder = [model.layers[index].to(device) for index in ahead_of_all]
+        layers = {index: model.layers[index].to(device) for index in indices}
         mode = self._options.mode
         weights = (
             weight for layer in [*layers.values(), *encoder] for weight in layer.parameters()
@@ -292,6 +292,16 @@ class Pipeline:
                 f"the schedule encodes on the ranks {sorted(encoding)}; add {sorted(missing)} to"
                 " encoder_ranks"
             )
+
+
+def layers_of_rank(borders: Sequence[int], rank: int, num_ranks: int) -> list[int]:
+    """Indices of the layers in all stages of a rank of a pipeline.
+
+    >>> layers_of_rank([0, 2, 3, 5, 6], 1, 2)
+    [2, 5]
+    """
+    stages = range(rank, len(borders) - 1, num_ranks)
+    return [index for stage in stages for index in range(borders[stage], borders[stage + 1])]
 
 
 def _squares(flat: torch.Tensor) -> torch.Tensor:

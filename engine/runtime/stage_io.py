@@ -89,6 +89,9 @@ class LayerStack:
     layers: Sequence[nn.Module]
     """Each `(tensors, batch) -> tensors`. Layers may share parameters (tied embeddings)."""
     specs: TensorSpecs
+    load: Callable[[int], None] | None = None
+    """Gives a layer on the meta device its weights, on the CPU; a rank calls it for its own. May
+    raise IsobatchError. None: all layers have weights."""
 
     @property
     def first_trained(self) -> int:
@@ -97,6 +100,12 @@ class LayerStack:
             if any(weight.requires_grad for weight in layer.parameters()):
                 return index
         return len(self.layers)
+
+
+def set_values(weight: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other memory, also on another device; layers that share it still do."""
+    other = nn.Parameter(values, requires_grad=weight.requires_grad)
+    torch.utils.swap_tensors(weight, other)  # type: ignore[no-untyped-call]
 
 
 def check_tensors(

@@ -1,10 +1,11 @@
 """Process groups of a pipeline and its replicas, and the gradient sums over them.
 
-`torch.distributed.new_group` must be called by every process for every group, in one order. So all
-groups are made from the list of all replicas' pipelines, which every rank has.
+`torch.distributed.new_group` must be called by every process for every group, in one order, and
+waits for all. So all groups are made from the list of all replicas' pipelines, which every rank
+has, and their number grows with stages and with replicas, not with their product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -19,6 +20,8 @@ from isobatch.engine.runtime.stage_io import LayerStack
 
 Pair = tuple[int, int]
 """(sender, receiver), as ranks of a pipeline."""
+GroupKey = tuple[str, tuple[int, ...], int]
+"""(kind, ranks of a pipeline, replica)."""
 BUCKET_BYTES = 256 << 20
 """Gradients summed in one message: larger messages gain nothing, and their copy takes memory."""
 
@@ -39,8 +42,8 @@ class ProcessGroups:
     """This replica's pipeline as ranks of the world, first stage first."""
     rank: int
     """Position of this process among them."""
-    links: Mapping[Pair, dist.ProcessGroup]
-    """Communicator per direction: between neighbours of the ring, and from encoders to rank 0."""
+    links: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """Groups of this rank's links, by direction: to ring neighbours, from encoders to rank 0."""
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     """Ranks of all replicas with the same stages; None if there is one replica."""
@@ -74,33 +77,52 @@ def make_groups(
     timeout = timedelta(seconds=timeout_s)
     local_ranks = next(tuple(pipeline) for pipeline in pipelines if me in pipeline)
     shared = _tied_parameters(model, borders, len(local_ranks))
-    links: dict[Pair, dist.ProcessGroup] = {}
-    ties = []
-    for pipeline in map(tuple, pipelines):
-        for sender, receiver in directions(len(local_ranks), encoder_ranks):
-            group = dist.new_group([pipeline[sender], pipeline[receiver]], timeout=timeout)
-            if pipeline == local_ranks:
-                links[sender, receiver] = group
-        for ranks, weights in shared:
-            group = dist.new_group([pipeline[rank] for rank in ranks], timeout=timeout)
-            if pipeline == local_ranks and local_ranks.index(me) in ranks:
-                ties.append(TiedWeights(weights=weights, group=group))
-        group = dist.new_group(list(pipeline), timeout=timeout)
-        if pipeline == local_ranks:
-            whole = group
-    across = [
-        dist.new_group([pipeline[rank] for pipeline in pipelines], timeout=timeout)
-        for rank in range(len(local_ranks))
+    groups: dict[GroupKey, dist.ProcessGroup] = {}
+    for key, members in group_ranks(pipelines, encoder_ranks, [tie for tie, _ in shared]):
+        group = dist.new_group(members, timeout=timeout)
+        if me in members:
+            groups[key] = group
+    rank = local_ranks.index(me)
+    replica = [tuple(pipeline) for pipeline in pipelines].index(local_ranks)
+    ties = [
+        TiedWeights(weights=weights, group=groups["tie", ranks, replica])
+        for ranks, weights in shared
+        if rank in ranks
     ]
     return ProcessGroups(
         ranks=local_ranks,
-        rank=local_ranks.index(me),
-        links=links,
-        pipeline=whole,
-        replicas=across[local_ranks.index(me)] if len(pipelines) > 1 else None,
-        replica=[tuple(pipeline) for pipeline in pipelines].index(local_ranks),
+        rank=rank,
+        links={pair: group for (kind, pair, _), group in groups.items() if kind == "link"},
+        pipeline=groups["pipeline", (), replica],
+        replicas=groups.get(("replicas", (rank,), 0)),
+        replica=replica,
         ties=tuple(ties),
     )
+
+
+def group_ranks(
+    pipelines: Sequence[Sequence[int]],
+    encoder_ranks: Sequence[int],
+    ties: Sequence[tuple[int, ...]],
+) -> Iterator[tuple[GroupKey, list[int]]]:
+    """All groups of a run in one order; `ties`: ranks of a pipeline that share parameters.
+
+    A link's group has both ends in all replicas, which send within theirs only. NCCL opens a
+    communicator per pair of ranks and direction, as it does for groups of two.
+
+    >>> [ranks for (kind, *_), ranks in group_ranks([[0, 1], [2, 3]], [], []) if kind == "link"]
+    [[0, 2, 1, 3], [1, 3, 0, 2]]
+    """
+    across = [list(ranks) for ranks in zip(*pipelines, strict=True)]
+    for sender, receiver in directions(len(across), encoder_ranks):
+        yield ("link", (sender, receiver), 0), across[sender] + across[receiver]
+    for replica, pipeline in enumerate(pipelines):
+        for ranks in ties:
+            yield ("tie", ranks, replica), [pipeline[rank] for rank in ranks]
+        yield ("pipeline", (), replica), list(pipeline)
+    if len(pipelines) > 1:
+        for rank, ranks_across in enumerate(across):
+            yield ("replicas", (rank,), 0), ranks_across
 
 
 def open_links(groups: ProcessGroups, device: torch.device) -> None:

@@ -2,11 +2,11 @@
 
 For models of `engine.runtime.models.transformers_models.from_transformers`, whose layers hold the
 model's own modules: a module's path in the model is its name. Weights in no layer (vision layers
-whose output is unused) never change and are taken from the model itself. Each weight is sent once:
-rank 0 needs memory for one copy of the model, the others for none.
+whose output is unused) never change and are not gathered. Each weight is sent once, and rank 0
+needs memory for its own layers and one shard.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from isobatch.engine.runtime.communication.collectives import gather_objects, wo
 
 Prefixes = tuple[Mapping[str, str], ...]
 """Names of each layer's children -> their paths in the model."""
+SHARD_BYTES = 2 << 30
+"""Weights of other ranks that rank 0 holds at a time."""
 
 
 def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> Prefixes:
@@ -52,39 +54,45 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
     return state
 
 
-def gather_state_dict(
-    model: nn.Module, layers: Mapping[int, nn.Module], prefixes: Prefixes
-) -> dict[str, Tensor] | None:
-    """The whole `model.state_dict()` on the CPU of rank 0; None on the others.
+def gather_shards(
+    model: nn.Module,
+    layers: Mapping[int, nn.Module],
+    prefixes: Prefixes,
+    unused: Callable[[str], Tensor],
+    max_bytes: int = SHARD_BYTES,
+) -> Iterator[dict[str, Tensor]]:
+    """The model's parameters by name, tied ones once, on the CPU of rank 0, in several shards.
 
-    All ranks of the world call it with their own layers. PeerLost if one is lost.
+    All ranks of the world take all shards, with their own layers; others than rank 0 get empty
+    ones. `unused`: value of a parameter in no layer. `max_bytes`: of float32 numbers, but for a
+    single larger parameter. PeerLost if a rank is lost.
     """
     local = state_dict_of(layers, prefixes)
     rank = dist.get_rank()
     described = gather_objects(
         {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
     )
-    # the first rank that has a weight sends it
+    # the first rank that has a weight sends it: replicas are equal
     owners: dict[str, int] = {}
     for owner, names in enumerate(described):
         owners = dict.fromkeys(names, owner) | owners
     device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
-    received: dict[str, Tensor] = {}
-    with world_errors():
-        for name, owner in owners.items():
-            if owner > 0 and rank == owner:
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, weight in model.named_parameters():
+        if num_bytes and num_bytes + 4 * weight.numel() > max_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        num_bytes += 4 * weight.numel()
+        owner = owners.get(name, 0)
+        with world_errors():
+            if rank == owner > 0:
                 dist.send(local[name].detach().contiguous(), 0)
-            elif owner > 0 and rank == 0:
+            elif rank == 0 < owner:
                 shape, dtype = described[owner][name]
                 buffer = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(buffer, owner)
-                received[name] = buffer.cpu()
-    if rank > 0:
-        return None
-    # what is neither received nor in a layer here is in no layer, and never changed
-    return {
-        name: received[name]
-        if name in received
-        else torch.empty_like(tensor, device="cpu").copy_(local.get(name, tensor))
-        for name, tensor in model.state_dict().items()
-    }
+                shard[name] = buffer.cpu()
+            elif rank == 0:
+                shard[name] = local[name].detach().cpu() if name in local else unused(name)
+    yield shard

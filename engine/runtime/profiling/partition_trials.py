@@ -29,7 +29,7 @@ from isobatch.engine.runtime.communication.collectives import broadcast, gather_
 from isobatch.engine.runtime.errors import PeerLost
 from isobatch.engine.runtime.layer_rng import preserve_rng
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
-from isobatch.engine.runtime.stage_io import Batch, LayerStack
+from isobatch.engine.runtime.stage_io import Batch, LayerStack, set_values
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 
 Recompute = Callable[[IntArray], NDArray[np.bool_]]
@@ -93,8 +93,8 @@ def measure_partitions(
 ) -> MeasuredPartitions:
     """The fastest of the best-ranked partitions, by running them; the same on all ranks.
 
-    All ranks of the world call it, with the whole `model`; layers move to the device where they run
-    and back. `costs`: of the first replica's micro-batches; those of rank 0 count. A partition that
+    All ranks of the world call it, with all layers; these move to the device where they run and
+    back. `costs`: of the first replica's micro-batches; those of rank 0 count. A partition that
     runs out of memory does not count; InfeasiblePlan if all do. ConfigError as `Pipeline`.
     """
     trials = _Trials(model, costs, step, options or TrialOptions())
@@ -221,7 +221,10 @@ def _restore(
         dist.destroy_process_group(group)
     for layer, device in zip(model.layers, devices, strict=True):
         layer.zero_grad(set_to_none=True)
-        if device is not None:
+        if device == torch.device("meta"):  # loaded for the trial; `to` would break ties
+            for weight in layer.parameters():
+                set_values(weight, weight.detach().to(device))
+        elif device is not None:
             layer.to(device)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -6,15 +6,25 @@ transformers is an optional dependency that takes seconds to import: it is impor
 """
 
 import importlib
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.engine.runtime.models.vision_layers import as_pair
+from isobatch.engine.train.models.model_weights import (
+    INDEX,
+    WEIGHTS,
+    LazyWeights,
+    reading,
+    weights_of,
+)
 from isobatch.engine.train.step_source import StepSource
 
 TINY_KINDS = ("llava", "internvl", "qwen2_vl")
@@ -41,48 +51,79 @@ MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_00
 """Division of a head's 8 frequencies between frame, row and column."""
 
 
-def read_model(name: str, path: Path | None, source: StepSource) -> Any:
-    """The model on the CPU: tiny, of a `config.json` or of a folder with weights. ConfigError."""
+def read_model(name: str, path: Path | None, source: StepSource) -> tuple[Any, LazyWeights]:
+    """The model on the meta device, and its weights: tiny, of a `config.json`, or a folder's.
+
+    Random ones follow from torch's seed. ConfigError.
+    """
     if path is None and name not in TINY_KINDS:
         raise ConfigError(
             f"--model {name} needs --config: a config.json of transformers or a folder with weights"
         )
-    transformers = _import_transformers(name)
-    errors = (OSError, ValueError, RuntimeError, _safetensors_error())
-    missing: list[str] = []
-    try:
+    transformers, accelerate = _import(name, "transformers"), _import(name, "accelerate")
+    folder = path if path is not None and path.is_dir() else None
+    with reading(path or name):
         if path is None:
-            model = transformers.AutoModelForImageTextToText.from_config(make_config(name, source))
-        elif path.is_dir():
-            model, missing = _read_weights(transformers, path)
+            config = make_config(name, source)
         else:
             config = transformers.AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
-            model = transformers.AutoModelForImageTextToText.from_config(config)
-    except errors as error:
-        raise ConfigError(f"{path or name}: {first_line(error)}") from error
-    if missing:
-        raise ConfigError(
-            f"{path} lacks {len(missing)} weights that its config.json asks for (or their shapes"
-            f" differ), as {missing[0]}: give a folder with all, or config.json for random ones"
-        )
+        with accelerate.init_empty_weights():  # buffers, which no file has, keep their values
+            model = transformers.AutoModelForImageTextToText.from_config(
+                config, dtype=torch.float32
+            )
+        model.tie_weights()
+        if folder is not None and (folder / "generation_config.json").exists():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    weights = LazyWeights(model, folder, torch.initial_seed())
     _check_fits(model, name, path, source)
-    return model.train()
+    return model.train(), weights
 
 
-def write_model(model: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write a model with other weights, as `save_pretrained` does. DataError if it fails."""
+def write_model(model: Any, folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> None:
+    """Write a model as `save_pretrained` does, each shard of its weights when it comes.
+
+    DataError, after the last shard, if it fails: then the folder's files are as they were.
+    """
+    waiting = iter(shards)
     try:
-        model.save_pretrained(folder, state_dict=state)
-    except (OSError, _safetensors_error()) as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as unfinished:
+            parts = []
+            for number, shard in enumerate(waiting):
+                parts.append(Path(unfinished) / str(number))
+                model.save_pretrained(parts[-1], state_dict=shard)
+                shard.clear()  # its memory is for the next one
+            _put_together(parts, folder)
+    except (OSError, importlib.import_module("safetensors").SafetensorError) as error:
+        deque(waiting, maxlen=0)  # other ranks send them
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{folder}: {reason}") from None
 
 
+def _put_together(parts: Sequence[Path], folder: Path) -> None:
+    """Make one model of folders that have some weights each, over an earlier one."""
+    names = [
+        f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))
+    ]
+    names = names if len(parts) > 1 else [WEIGHTS]
+    for earlier in (*folder.glob(f"{WEIGHTS}*"), *folder.glob("model-?????-of-?????.safetensors")):
+        earlier.unlink()
+    weight_map: dict[str, str] = {}
+    for name, part in zip(names, parts, strict=True):
+        weight_map |= dict.fromkeys((weight.key for weight in weights_of(part / WEIGHTS)), name)
+        for file in part.iterdir():
+            file.replace(folder / (name if file.name == WEIGHTS else file.name))
+    if len(parts) > 1:
+        size = sum((folder / name).stat().st_size for name in names)
+        table = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
 def make_config(name: str, source: StepSource) -> Any:
     """Config of a tiny model for the tokens and images of a build, which must fit the model."""
-    transformers = _import_transformers(name)
+    transformers = _import(name, "transformers")
     rule: Any = source.model.vision
     text, video = TEXT | {"vocab_size": source.vocab_size}, source.video_token_id
     if name == "qwen2_vl":
@@ -120,45 +161,13 @@ def make_config(name: str, source: StepSource) -> Any:
     )
 
 
-def _import_transformers(name: str) -> Any:
+def _import(name: str, library: str) -> Any:
     try:
-        return importlib.import_module("transformers")
+        return importlib.import_module(library)
     except ImportError as error:
         raise ConfigError(
-            f"--model {name} needs transformers ({error}): pip install transformers accelerate"
+            f"--model {name} needs {library} ({error}): pip install transformers accelerate"
         ) from error
-
-
-def _safetensors_error() -> type[Exception]:
-    error: type[Exception] = importlib.import_module("safetensors").SafetensorError
-    return error
-
-
-def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
-    """(model, weights that are missing or have another shape). ConfigError if they are a pickle."""
-    pickles = sorted(folder.glob("*.bin"))
-    if pickles and not any(folder.glob("*.safetensors")):
-        advice = "load them where you trust them, and save_pretrained writes safetensors"
-        raise ConfigError(
-            f"{folder}: {pickles[0].name} is a pickle, which could run code; {advice}"
-        )
-    # transformers prints a table of what does not fit: our error says it in one line
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        model, info = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,  # without it, transformers would ask on a terminal
-            use_safetensors=True,  # the other kind of file is a pickle
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    mismatched = [name for name, *_ in info["mismatched_keys"]]
-    return model, sorted([*info["missing_keys"], *mismatched])
 
 
 def _check_fits(model: Any, name: str, path: Path | None, source: StepSource) -> None:

@@ -6,11 +6,13 @@ layers.
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_names
@@ -19,10 +21,11 @@ from isobatch.engine.cost_model.operations import Layer
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.runtime.models.preset_from_model import preset_from_model
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import gather_state_dict, names_of
+from isobatch.engine.runtime.models.weights import gather_shards, names_of
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import LayerStack
 from isobatch.engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
+from isobatch.engine.train.models.model_weights import LazyWeights
 from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
 from isobatch.engine.train.step_source import StepSource
 from isobatch.models.image_rules import VisionRule
@@ -55,7 +58,9 @@ class PipelineModel:
     preset: ModelPreset
     """Sizes of the model, and the build's image rule."""
     whole: Any = None
-    """Model of transformers, for the export; a rank trains only its own layers."""
+    """Model of transformers; layers that this rank does not run stay on the meta device."""
+    weights: LazyWeights | None = None
+    """Weights of `whole`."""
 
     @property
     def listed(self) -> tuple[Layer, ...]:
@@ -88,17 +93,22 @@ class PipelineModel:
 
     def export(self, pipeline: Pipeline, folder: Path) -> bool:
         """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
+        assert self.weights is not None  # a model of transformers
         pipeline.gather_weights()
         prefixes = names_of(self.whole, self.stack.layers)
-        # replicas are equal, so the first one's weights are enough
-        state = gather_state_dict(self.whole, pipeline.layers, prefixes)
-        if state is not None:
-            write_model(self.whole, folder, state)
-        return state is not None
+        shards = gather_shards(self.whole, pipeline.layers, prefixes, self.weights.value)
+        if dist.get_rank() > 0:
+            deque(shards, maxlen=0)
+            return False
+        write_model(self.whole, folder, shards)
+        return True
 
 
 def open_model(name: str | None, config: Path | None, source: StepSource) -> PipelineModel:
-    """The model for a build, on the CPU. ConfigError if they do not fit.
+    """The model for a build. ConfigError if they do not fit, or the folder lacks weights.
+
+    A model of transformers is on the meta device: a `Pipeline` loads the layers of its rank. Random
+    weights follow from torch's seed, which must be equal on all ranks.
 
     `name`: one of `MODELS`; None: that of `config`, or the one for the build's preset.
     `config`: a `config.json` of transformers (random weights) or a folder with weights; None for a
@@ -122,9 +132,12 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
         assert tiny.llm is not None  # a preset of ours
         llm = replace(tiny.llm, vocab_size=source.vocab_size)
         return PipelineModel(stack=stack, preset=replace(preset, vit=tiny.vit, llm=llm))
-    whole = read_model(name, config, source)
+    whole, weights = read_model(name, config, source)
     stack = from_transformers(whole)
-    return PipelineModel(stack=stack, preset=preset_from_model(whole, stack, preset), whole=whole)
+    layers = stack.layers
+    stack = replace(stack, load=lambda index: weights.fill(layers[index].parameters()))
+    preset = preset_from_model(whole, stack, preset)
+    return PipelineModel(stack=stack, preset=preset, whole=whole, weights=weights)
 
 
 def kinds_text(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.train.models._transformers_files import make_config, read_model, write_model
@@ -46,7 +47,9 @@ def name(request):
 @pytest.fixture
 def folder(loaders, name, tmp_path):
     """A model with weights, as transformers writes it."""
-    read_model(name, None, loaders[name]).save_pretrained(tmp_path / "model")
+    model, weights = read_model(name, None, loaders[name])
+    weights.fill(model.parameters())
+    model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -113,17 +116,36 @@ def test_a_model_that_takes_other_images_is_refused_with_both_sizes(
     assert other in behind
 
 
-def test_a_folder_that_lacks_weights_is_refused(loaders, name, folder):
-    weights = load_file(folder / "model.safetensors")
+def test_a_folder_whose_weights_do_not_fit_is_refused_with_the_place(loaders, name, folder):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
     lost = next(key for key in weights if "layers.1." in key)
-    for changed in ({}, {lost: torch.zeros(3)}):
-        save_file(
-            {key: own for key, own in weights.items() if key != lost} | changed,
-            folder / "model.safetensors",
-        )
+    rest = {key: value for key, value in weights.items() if key != lost}
+    shape, where = list(weights[lost].shape), f"{folder}: {lost} in model.safetensors"
+    changes = {
+        f"{folder} lacks 1 weights that its config.json asks for, as": None,
+        f"{where} has the shape [3], config.json asks for {shape}: give": torch.zeros(3),
+        f"{where} is I8, which is not trained: give": torch.zeros(shape, dtype=torch.int8),
+    }
+    for message, value in changes.items():
+        save_file(rest if value is None else {**rest, lost: value}, file)
         line = refusal(ConfigError, open_model, name, folder, loaders[name])
-        assert line.startswith(f"{folder} lacks 1 weights that its config.json asks for")
-        assert line.split(", as ")[1].split(":")[0].endswith(lost.rsplit("layers.", 1)[1])
+        assert line.startswith(message), line
+        assert lost.rsplit("layers.", 1)[1] in line
+
+
+def test_a_folder_that_lacks_a_file_is_refused(loaders, name, folder):
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    file.unlink()
+    line = refusal(ConfigError, open_model, name, folder, loaders[name])
+    assert line.startswith(f"{folder}: No such file or directory"), line
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    line = refusal(ConfigError, open_model, name, folder, loaders[name])
+    assert "model-00001-of-00002.safetensors" in line
+    for broken in ("{", "[]", "{}"):
+        index.write_text(broken)
+        line = refusal(ConfigError, open_model, name, folder, loaders[name])
+        assert line.startswith(str(folder)), line
 
 
 def test_tied_weights_are_not_lacking(loaders, name, folder):
@@ -136,6 +158,24 @@ def test_tied_weights_are_not_lacking(loaders, name, folder):
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_tied
 
 
+def test_tied_weights_that_differ_are_refused_by_the_rank_that_reads_them(loaders, name, folder):
+    if name == "llava":
+        return  # not tied by its config's default
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    table = next(value for key, value in weights.items() if "embed_tokens" in key)
+    save_file({**weights, "lm_head.weight": table.clone()}, file)
+    stack = open_model(name, folder, loaders[name]).stack
+    stack.load(len(stack.layers) - 1)
+    assert torch.equal(stack.layers[-1].lm_head.weight, table)
+    save_file({**weights, "lm_head.weight": table + 1}, file)
+    stack = open_model(name, folder, loaders[name]).stack
+    line = refusal(ConfigError, stack.load, len(stack.layers) - 1)
+    assert line.endswith(
+        "are tied by config.json, but differ: give the config.json of these weights"
+    )
+
+
 def test_damaged_weights_are_told_in_one_line(loaders, name, folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -145,12 +185,27 @@ def test_damaged_weights_are_told_in_one_line(loaders, name, folder):
 
 
 def test_a_model_that_cannot_be_written_is_told_in_one_line(loaders, name, tmp_path):
-    model = read_model(name, None, loaders[name])
+    model, weights = read_model(name, None, loaders[name])
     (tmp_path / "file").write_text("")
-    line = refusal(DataError, write_model, model, tmp_path / "file" / "model", model.state_dict())
+    left = iter([{key: weights.value(key) for key, _ in model.named_parameters()}, {}, {}])
+    line = refusal(DataError, write_model, model, tmp_path / "file" / "model", left)
     assert line == f"{tmp_path / 'file' / 'model'}: Not a directory"
-    write_model(model, tmp_path / "folder", model.state_dict())
-    assert json.loads((tmp_path / "folder" / "config.json").read_text())["model_type"] == name
+    assert list(left) == []  # what other ranks send has been received
+
+
+def test_a_model_written_in_shards_is_read_by_transformers(loaders, name, tmp_path):
+    folder = tmp_path / "model"
+    model, weights = read_model(name, None, loaders[name])
+    values = {key: weights.value(key) for key, _ in model.named_parameters()}
+    for count in (3, 2, 1):  # over what an earlier export left
+        shards = [dict(list(values.items())[number::count]) for number in range(count)]
+        write_model(model, folder, shards)
+        files = sorted(file.name for file in folder.iterdir() if "safetensors" in file.name)
+        assert len(files) == (count + 1 if count > 1 else 1), files
+        written = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        assert json.loads((folder / "config.json").read_text())["model_type"] == name
+        for key, value in values.items():
+            assert torch.equal(written[key], value), key
 
 
 def test_a_config_names_any_model_that_the_pipeline_takes(tmp_path):

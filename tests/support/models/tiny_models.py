@@ -2,9 +2,13 @@
 for them.
 """
 
+from pathlib import Path
+
+import accelerate
 import torch
 import transformers
 
+from isobatch.engine.train.models.model_weights import LazyWeights
 from isobatch.loaders.batch.micro_batch import MicroBatch
 
 IMAGE, VOCAB, SIDE = 5, 64, 28
@@ -65,6 +69,16 @@ def make_model(name, *, seed=0, **more):
                 torch.randn_like(weight) * (0.2 if weight.ndim > 1 else 0.1) + (weight.ndim == 1)
             )
     return model
+
+
+def lazy_model(model, folder=None, seed=0):
+    """Another of its sizes on the meta device, and its weights: those of a folder, or random."""
+    with accelerate.init_empty_weights():
+        empty = transformers.AutoModelForImageTextToText.from_config(
+            model.config, dtype=torch.float32
+        )
+    empty.tie_weights()
+    return empty.eval(), LazyWeights(empty, folder and Path(folder), seed)
 
 
 def make_batch(name, image_counts, *, seed=0, num_loss_tokens=1):

@@ -1,10 +1,10 @@
-"""Gradients of all ranks summed in several messages are those summed in one."""
+"""Groups are few, and gradients summed in several messages are those summed in one."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from isobatch.engine.runtime.communication.process_groups import sum_gradients
+from isobatch.engine.runtime.communication.process_groups import group_ranks, sum_gradients
 from support.ranks import run_ranks
 
 SHAPES = [(3,), (4, 5), (40, 2), (1,), (7,)]
@@ -35,3 +35,28 @@ def summed(tmp_path_factory):
 @pytest.mark.parametrize("name", [name for _, name in BYTES])
 def test_sums_are_the_same_however_gradients_are_put_together(summed, name):
     assert [said[name] for said in summed] == [[True] * (len(SHAPES) + 2)] * 2
+
+
+def count_groups(stages, replicas):
+    """Groups of a run with tied embeddings, checked against what each rank needs."""
+    pipelines = [range(first, stages * replicas, replicas) for first in range(replicas)]
+    ends = (0, stages - 1)
+    groups = list(group_ranks(pipelines, [stages - 2], [ends]))
+    assert len(dict(groups)) == len(groups)
+    for replica, pipeline in enumerate(pipelines):
+        for (kind, ranks, of_replica), members in groups:
+            if kind == "link":
+                assert {pipeline[rank] for rank in ranks} <= set(members)
+            elif kind != "replicas" and of_replica == replica:
+                whole = ranks if kind == "tie" else range(stages)
+                assert members == [pipeline[rank] for rank in whole]
+        # an encoder's link to the first rank is another than the ring's
+        reached = {ranks for (kind, ranks, _), members in groups if pipeline[0] in members}
+        assert {(0, 1), (1, 0), ends, ends[::-1], (stages - 2, 0)} <= reached
+    return len(groups)
+
+
+def test_groups_grow_with_stages_and_replicas_and_not_with_both():
+    counts = {shape: count_groups(*shape) for shape in [(8, 64), (8, 128), (16, 64)]}
+    # links of one pipeline, replicas' groups per stage, pipelines and ties per replica
+    assert counts == {(8, 64): 17 + 8 + 128, (8, 128): 17 + 8 + 256, (16, 64): 33 + 16 + 128}

@@ -5,6 +5,8 @@ an error there: `item`, `tolist`, `nonzero`, masks as indices, sizes from values
 host and device must be asynchronous.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_executor import StageExecutor
 from isobatch.engine.runtime.stopwatch import Stopwatch
 from isobatch.engine.simulator.schedule import make_schedule
+from isobatch.engine.train.models.open_model import RULES
+from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
+from isobatch.models.presets import load_model
 from support.models import tiny_models
 from support.models.family_models import make_family_batch, make_family_model
 from support.models.video_samples import make_samples, make_video_model, packed
@@ -51,6 +56,10 @@ class NoWaiting(TorchDispatchMode):
             indices = [part for part in lists if isinstance(part, torch.Tensor)]
             assert all(part.device.type == sources[0] for part in indices), f"{name} copies indices"
         return result
+
+
+def test_every_model_of_the_training_command_is_here():
+    assert {*tiny_models.NAMES, *FAMILIES} == set(RULES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,6 +98,16 @@ def test_nothing_in_a_step_waits_for_the_device(name, monkeypatch):
     counts = [(2, 0, 1), (0,), (1,)]
     batches = [make_batch(name, count, seed=seed) for seed, count in enumerate(counts)]
     assert run_step(from_transformers(model), batches) > 0
+
+
+def test_nothing_in_a_step_of_the_demo_model_waits():
+    batches = [tiny_models.make_batch("internvl", (2, 0, 1), seed=seed) for seed in range(2)]
+    batches = [  # as many image tokens per tile
+        replace(batch, pixel_values=torch.randn(len(batch.pixel_values), 3, 56, 56))
+        for batch in batches
+    ]
+    stack = make_tiny_vlm(load_model("tiny"), tiny_models.VOCAB, tiny_models.IMAGE)
+    assert run_step(stack, batches, "1f1b") > 0
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl"])
