@@ -4,11 +4,10 @@ The one module of `engine` that imports `loaders`: an application where a loader
 trainer. `engine.cli` loads it only when one of its commands is called, because torch takes seconds.
 """
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,14 @@ from isobatch.common.command_line import (
     UsageError,
     new_app,
     print_error,
+    read_settings,
+    with_options,
 )
+from isobatch.common.config import options_of
 from isobatch.common.errors import ConfigError
-from isobatch.engine.train.config import MeasureConfig, RunConfig, TrainConfig
 from isobatch.engine.train.launch import is_first_process, join_ranks
 from isobatch.engine.train.measure import measure
+from isobatch.engine.train.options.config import MeasureConfig, RunConfig, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, is_mine_to_print
 from isobatch.engine.train.step_source import OpenSource
 from isobatch.engine.train.trainer import train
@@ -40,12 +42,21 @@ def command(
 ) -> Callable[..., None]:
     """A function for typer whose options are the fields of a config."""
 
-    def call(**options: Any) -> None:
-        run(kind(**options))
+    def call(
+        context: typer.Context,
+        build: Annotated[
+            str,
+            typer.Argument(
+                metavar="BUILD",
+                help="Folder of `packer build`, for this model; or a TOML file with a key `build`"
+                " and any of these options, which the command line's override.",
+            ),
+        ],
+    ) -> None:
+        run(read_settings(kind, context, "build"))
 
-    call.__doc__, call.__annotations__ = text, get_type_hints(kind, include_extras=True)
-    call.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
-    return call
+    call.__doc__ = text
+    return with_options(kind, *(name for name, *_ in options_of(kind)))(call)
 
 
 def make_app() -> typer.Typer:

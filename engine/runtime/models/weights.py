@@ -59,32 +59,40 @@ def gather_state_dict(
 
     All ranks of the world call it with their own layers. PeerLost if one is lost.
     """
-    local = state_dict_of(layers, prefixes)
+    gathered = gather_tensors(state_dict_of(layers, prefixes))
+    if gathered is None:
+        return None
+    # what is in no layer never changed
+    return {
+        name: gathered[name] if name in gathered else tensor.cpu()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def gather_tensors(local: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The named tensors of all ranks on the CPU of rank 0, copied; None on the others.
+
+    Equal names are equal tensors, of which the first rank that has one sends it. PeerLost.
+    """
     rank = dist.get_rank()
     described = gather_objects(
         {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
     )
-    # the first rank that has a weight sends it
     owners: dict[str, int] = {}
     for owner, names in enumerate(described):
         owners = dict.fromkeys(names, owner) | owners
     device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
-    received: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     with world_errors():
         for name, owner in owners.items():
             if owner > 0 and rank == owner:
                 dist.send(local[name].detach().contiguous(), 0)
-            elif owner > 0 and rank == 0:
+            elif rank == 0:
                 shape, dtype = described[owner][name]
-                buffer = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(buffer, owner)
-                received[name] = buffer.cpu()
-    if rank > 0:
-        return None
-    # what is neither received nor in a layer here is in no layer, and never changed
-    return {
-        name: received[name]
-        if name in received
-        else torch.empty_like(tensor, device="cpu").copy_(local.get(name, tensor))
-        for name, tensor in model.state_dict().items()
-    }
+                whole = torch.empty(shape, dtype=dtype, device=device)
+                if owner:
+                    dist.recv(whole, owner)
+                else:
+                    whole.copy_(local[name].detach())
+                gathered[name] = whole.cpu()
+    return gathered if rank == 0 else None
