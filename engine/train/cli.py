@@ -26,6 +26,7 @@ from isobatch.common.command_line import (
 )
 from isobatch.common.config import options_of
 from isobatch.common.errors import ConfigError
+from isobatch.engine.train.dry_run import dry_run
 from isobatch.engine.train.launch import is_first_process, join_ranks
 from isobatch.engine.train.measure import measure
 from isobatch.engine.train.options.config import MeasureConfig, RunConfig, TrainConfig
@@ -67,7 +68,7 @@ def make_app() -> typer.Typer:
         " moments, in the plan's training mode; without a plan float32 weights and gradients, and"
         " nothing shared out over replicas. SIGTERM saves and ends after the step."
     )
-    app.command("train")(command(TrainConfig, partial(_run, train), text))
+    app.command("train")(command(TrainConfig, _train, text))
     text = "Plan from measurements: profile the layers, run partitions, take the fastest."
     app.command("measure")(command(MeasureConfig, partial(_run, measure), text))
     return app
@@ -81,6 +82,13 @@ def run_command(arguments: list[str]) -> None:
         if is_first_process() or dist.is_initialized():
             raise
         sys.exit(WRONG_CALL)  # all ranks have the same command line: the first says what is wrong
+
+
+def _train(config: TrainConfig) -> None:
+    if not config.dry_run:
+        _run(train, config)
+    elif is_first_process():
+        dry_run(config, StreamingLoader)
 
 
 def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfig) -> None:

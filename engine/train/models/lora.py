@@ -16,8 +16,6 @@ from isobatch.engine.train.models.open_model import PipelineModel
 from isobatch.engine.train.options.lora_options import ALL_LINEAR, LoraOptions
 
 CPU = torch.device("cpu")
-OUTPUT = "lm_head"
-"""Name of the layer of logits, which peft leaves out of `all-linear` too."""
 ADAPTER = ".lora_"
 """Part of the names of adapters' weights."""
 
@@ -39,7 +37,8 @@ def add_adapters(
     num_adapted = 0
     with preserve_rng(CPU):
         for index, layer in layers.items():
-            if parts[index] not in options.lora_parts:
+            # peft leaves out the layer of logits too
+            if parts[index] not in options.lora_parts or index == len(parts) - 1:
                 continue
             LayerRng(seed=seed, step=0).seed_layer(index, 0, CPU)
             try:
@@ -99,7 +98,6 @@ def _peft_config(options: LoraOptions, target: Any) -> Any:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules=target,
-        exclude_modules=[OUTPUT],
     )
 
 

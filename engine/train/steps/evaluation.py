@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from isobatch.common.errors import ConfigError
+from isobatch.common.types import LABEL_IGNORE
 from isobatch.engine.runtime.communication.collectives import all_gather
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.train.step_source import OpenSource, StepSource
@@ -47,6 +48,6 @@ def evaluate(pipeline: Pipeline, source: StepSource, num_ranks: int) -> Evaluati
     sums = torch.zeros(2, dtype=torch.float64)
     for step in source:
         sums[0] += pipeline.evaluate(list(step))
-        sums[1] += sum(batch.num_loss_tokens for batch in step)
+        sums[1] += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
     loss, labels = (torch.stack(all_gather(sums)).sum(0) / num_ranks).tolist()
     return Evaluation(loss=loss / max(1.0, labels), labels=round(labels))
