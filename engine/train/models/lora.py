@@ -106,5 +106,5 @@ def _import_peft() -> Any:
         return import_module("peft")
     except ImportError as error:
         raise ConfigError(
-            f"--lora-rank needs peft ({first_line(error)}): pip install isobatch[lora]"
+            f"--lora-rank needs peft ({first_line(error)}): pip install peft"
         ) from error

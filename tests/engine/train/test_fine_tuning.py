@@ -5,6 +5,7 @@ transformers and peft load, with the loss that training ended with.
 import json
 import random
 import time
+import tomllib
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ import transformers
 
 from isobatch.engine.train.models._transformers_files import MROPE, TEXT, make_config
 from isobatch.loaders import StreamingLoader
+from support import ROOT
 from support.builds.manuals_build import build_manuals
 from support.models.manuals_models import loss_alone
+from support.pages.blocks import blocks_of
 from support.ranks import kill_once, launch, start
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAVE_EVERY, KILLS = 10, 2, 3
+STEPS, KILLS = 10, 2
 TOLERANCE = 1e-5
 """Of a loss, relative, against transformers, sample by sample."""
 VISION = {
@@ -35,23 +38,12 @@ VISION = {
     "window_size": 112,
     "fullatt_block_indexes": [1],
 }
-SETTINGS = """
-build = "{build}"
-config = "{base}"
-steps = {steps}
-micro_batches_per_step = 2
-lr = 2e-3
-lr_vision = 5e-4
-lr_schedule = "cosine"
-warmup_steps = 0.2
-weight_decay = 0.1
-eval = "{build}"
-eval_every = 5
-state = "{folder}/state"
-save_every = {save_every}
-export = "{folder}/export"
-figures = "{folder}/figures"
-"""
+(EXAMPLE,) = (
+    block.code
+    for block in blocks_of(ROOT / "docs/train.md")
+    if block.mark == "settings: fine-tuning"
+)
+"""The page's own file, with other folders."""
 LORA = 'lora_rank = 4\nlora_parts = ["vision", "projector", "llm"]\nlora_dropout = 0.1\n'
 
 torch.set_num_threads(1)
@@ -82,9 +74,7 @@ def qwen_config(loader):
         vision_config=VISION,
         text_config=TEXT | {"vocab_size": loader.vocab_size, "rope_parameters": MROPE},
         image_token_id=loader.image_token_id,
-        video_token_id=loader.vocab_size
-        if loader.video_token_id is None
-        else loader.video_token_id,
+        video_token_id=loader.vocab_size if video is None else video,
     )
 
 
@@ -92,8 +82,16 @@ def settings(base, folder, more):
     """A run's TOML file."""
     folder.mkdir()
     build, model = base
-    values = {"steps": STEPS, "save_every": SAVE_EVERY, "folder": folder}
-    (folder / "run.toml").write_text(SETTINGS.format(build=build, base=model, **values) + more)
+    files = {"state": folder / "state", "export": folder / "export", "figures": folder / "figures"}
+    files |= {
+        "build": build,
+        "eval": build,
+        "config": model,
+        "log_to": f"tensorboard:{folder}/runs",
+    }
+    values = tomllib.loads(EXAMPLE) | {name: str(file) for name, file in files.items()}
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    (folder / "run.toml").write_text(text + more)
     return folder / "run.toml"
 
 
@@ -107,7 +105,7 @@ def losses(folder):
     return [(line["step"], line["loss"], line.get("eval_loss")) for line in figures(folder)]
 
 
-@pytest.mark.parametrize("more", ["", LORA, LORA + "merge = true\n"], ids=["all", "lora", "merged"])
+@pytest.mark.parametrize("more", ["", LORA], ids=["all", "lora"])
 def test_a_folder_is_fine_tuned_killed_and_resumed_to_one_of_the_same_loss(base, tmp_path, more):
     whole = settings(base, tmp_path / "whole", more)
     result = launch(2, tmp_path / "printed", "engine", "train", whole)
@@ -134,16 +132,15 @@ def test_a_folder_is_fine_tuned_killed_and_resumed_to_one_of_the_same_loss(base,
     # steps that a kill lost are repeated, with the same losses
     assert set(losses(killed.parent)) == set(expected)
     for folder in (whole.parent, killed.parent):
-        assert loss_of(folder / "export", base, more) == pytest.approx(
+        assert loss_of(folder / "export", base) == pytest.approx(
             expected[-1][2], rel=TOLERANCE
         )
 
 
-def loss_of(folder, base, more):
+def loss_of(folder, base):
     """Of the build, by transformers alone."""
     read = transformers.AutoModelForImageTextToText.from_pretrained
     if (folder / "adapter_config.json").exists():
-        assert "merge" not in more
         model = read(base[1], dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
     else:
