@@ -42,12 +42,11 @@ def dry_run(config: TrainConfig, open_source: OpenSource) -> None:
     planned_ranks = dp * (plan.parallel.pp if plan else 1)
     pipelines = make_replicas(int(os.environ.get("WORLD_SIZE", planned_ranks)), dp, plan)
     source = open_source(config.build, dp_rank=0, dp_world_size=dp)
-    folder = config.config
+    file = config.config
+    if file is not None and file.is_dir():
+        file /= "config.json"
     with torch.device("meta"):
-        is_folder = folder is not None and folder.is_dir()
-        model = open_model(
-            config.model, folder / "config.json" if folder and is_folder else folder, source
-        )
+        model = open_model(config.model, file, source)
     source.close()
     if plan:
         apply_plan(plan, model, len(pipelines[0]))

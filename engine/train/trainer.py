@@ -36,6 +36,7 @@ from isobatch.engine.train.models.lora import add_adapters, export_adapters, mer
 from isobatch.engine.train.models.open_model import TINY, PipelineModel, open_model
 from isobatch.engine.train.optimizer import LrFactor, lr_factor, make_optimizer, set_lr
 from isobatch.engine.train.options.config import TrainConfig
+from isobatch.engine.train.options.lora_options import PARTS
 from isobatch.engine.train.shutdown import StoppedBySignal, StopSignal
 from isobatch.engine.train.step_source import (
     OpenSource,
@@ -122,14 +123,13 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
         model.stack, layout.borders, layout.recompute, layout.pipelines, pipeline_options
     )
     optimizer = make_optimizer(pipeline.layers, [layer.part for layer in model.listed], config)
-    done = _load(config, pipeline, optimizer) if config.state else None
-    saver = None
+    done, saver = None, None
     if config.state:
+        done = _load(config, config.state, pipeline, optimizer)
         trained_only = config.lora_rank is not None
         saver = StateSaver(config.state, pipeline.layers, optimizer, trained_only=trained_only)
     if done:
         source.load_state_dict(done.loader)
-        pipeline.steps_run = done.step
     if is_first_rank():
         resumes = f"; resumes after step {done.step - 1}" if done else ""
         tuning = f"; each step tuned by {config.profile}" if config.tune else ""
@@ -232,6 +232,7 @@ def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> St
     LossNotFinite, GradientNotFinite on all ranks unless such steps are skipped.
     """
     run.pipeline.drop_gradients()
+    run.pipeline.steps_run = run.step  # skipped ones count, for dropout
     try:
         result = _run_passes(run, batches)
         run.pipeline.reduce_gradients()  # over replicas, once per step
@@ -274,21 +275,22 @@ def _open_model(
         apply_plan(plan, model, num_ranks)
     model.freeze(config.freeze)
     if config.lora_rank is not None:
+        frozen = {part for part in PARTS if plan and not plan.training.trains(part)}
+        if frozen.union(config.freeze) & set(config.lora_parts):
+            raise ConfigError("--freeze or the plan freezes a part of --lora-parts: give either")
         layers = dict(enumerate(model.stack.layers))
         add_adapters(layers, [layer.part for layer in model.listed], config, config.seed)
     return model
 
 
 def _load(
-    config: TrainConfig, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None
+    config: TrainConfig, folder: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None
 ) -> Progress | None:
     """Load the newest state; the options of the optimizer stay those of the call."""
-    assert config.state is not None
     groups = [] if optimizer is None else optimizer.param_groups
     options = [{name: group[name] for name in group if name != "params"} for group in groups]
-    done = load_state(
-        config.state, pipeline.layers, optimizer, trained_only=config.lora_rank is not None
-    )
+    trained_only = config.lora_rank is not None
+    done = load_state(folder, pipeline.layers, optimizer, trained_only=trained_only)
     if optimizer is not None:
         for group, of_call in zip(optimizer.param_groups, options, strict=True):
             group.update(of_call)

@@ -132,9 +132,7 @@ def test_a_folder_is_fine_tuned_killed_and_resumed_to_one_of_the_same_loss(base,
     # steps that a kill lost are repeated, with the same losses
     assert set(losses(killed.parent)) == set(expected)
     for folder in (whole.parent, killed.parent):
-        assert loss_of(folder / "export", base) == pytest.approx(
-            expected[-1][2], rel=TOLERANCE
-        )
+        assert loss_of(folder / "export", base) == pytest.approx(expected[-1][2], rel=TOLERANCE)
 
 
 def loss_of(folder, base):

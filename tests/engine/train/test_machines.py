@@ -25,7 +25,7 @@ def test_two_agents_train_as_one_does(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = shlex.split(COMMAND.replace("node0:29500", f"localhost:{port}"))
+    words = shlex.split(COMMAND.replace("\\\n", "").replace("node0:29500", f"localhost:{port}"))
     assert words[0] == "torchrun"
     words[words.index("--nproc-per-node") + 1] = "1"
     settings = {"build": str(build), "steps": STEPS, "device": "cpu", "dp": 1}
