@@ -149,8 +149,8 @@ def typed_values(kind: type, values: dict[str, Any], where: str) -> dict[str, An
     if unknown := sorted(set(values) - set(known)):
         named = ", ".join(key if key.isidentifier() else shown(key) for key in unknown)
         near = get_close_matches(unknown[0], known, 1)
-        meant = "".join(f" (did you mean {match}?)" for match in near)
-        raise ConfigError(f"{where}: unknown key {named}{meant}; known: {', '.join(known)}")
+        meant = "".join(f"; did you mean {match}?" for match in near)
+        raise ConfigError(f"{where}: unknown key {named}; known: {', '.join(known)}{meant}")
     hints = _hints_of(kind)
     typed = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""LoRA by peft on a pipeline's layers: adapters made, written, merged into weights."""
+"""LoRA by peft on a pipeline's layers: adapters made, written, or merged."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module

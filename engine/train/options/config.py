@@ -1,4 +1,4 @@
-"""`RunConfig`, `MeasureConfig` and `TrainConfig`: options of both commands, and their checks."""
+"""Options of both commands, and their checks: `TrainConfig`, `MeasureConfig`."""
 
 from dataclasses import dataclass
 from math import isfinite

@@ -57,8 +57,9 @@ def test_a_folder_that_is_named_like_a_file_is_a_build(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr_shedule = 1", "run.toml: unknown key lr_shedule (did you mean lr_schedule?); known: "),
-        ("lr-schedule = 1", "unknown key 'lr-schedule' (did you mean lr_schedule?)"),
+        ("lr_shedule = 1", "run.toml: unknown key lr_shedule; known: beta1, "),
+        ("lr_shedule = 1", "; did you mean lr_schedule?"),
+        ("lr-schedule = 1", "; did you mean lr_schedule?"),
         ("steps = 1.5", "run.toml: steps is 1.5, but should be int"),
         ('freeze = "llm"', "run.toml: freeze is 'llm', but should be "),
         ("steps = 0", "steps is 0; it must be at least 1 ("),
