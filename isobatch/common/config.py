@@ -159,7 +159,7 @@ def typed_values(kind: type, values: dict[str, Any], where: str) -> dict[str, An
         typed[name] = Path(value) if is_path else _frozen(value)
         if not _fits(typed[name], hint):
             should = _text(hint)
-            raise ConfigError(f"{where}: {name} is {shown(value)}, but should be {should}")
+            raise ConfigError(f"{where}: {name} is {shown(typed[name])}, but should be {should}")
     return typed
 
 
