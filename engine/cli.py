@@ -1,14 +1,12 @@
 """`python -m engine`: plan a training run, simulate plans, train."""
 
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from isobatch.common.command_line import (
     ConfigOption,
@@ -19,7 +17,7 @@ from isobatch.common.command_line import (
     with_options,
 )
 from isobatch.common.config import options_of
-from isobatch.common.consoles import SafeConsole, messages, print_line
+from isobatch.common.consoles import messages, print_line
 from isobatch.engine.charts.trace import write_trace
 from isobatch.engine.plan_config import BEST, PlanConfig, changed_request, plan_request
 from isobatch.engine.plan_report import (
@@ -28,6 +26,7 @@ from isobatch.engine.plan_report import (
     print_result,
     print_trials,
     progress_text,
+    report_console,
     run_to_json,
     trials_to_json,
 )
@@ -40,8 +39,6 @@ from isobatch.engine.planning.trainers.plan_for import TrainerPlan, plan_for
 from isobatch.engine.planning.trainers.settings import FILES, settings_text
 
 PLAN_NAME, TRACE_NAME = "plan.json", "trace.json"
-WIDTH = 150
-"""Width of tables where the output is no terminal."""
 FREE_SHARE = 0.5
 """Share of the time for the plan without a trainer's restrictions, where one is asked for."""
 CHANGES = ("schedule", "micro_batches", "cluster", "memory_gib")
@@ -118,8 +115,8 @@ def plan(
         print(json.dumps(report | ({"schedules": trials_to_json(trials)} if trials else {})))
     else:
         if trials:
-            print_trials(trials, _console())
-        print_result(result, _console())
+            print_trials(trials, report_console())
+        print_result(result, report_console())
         print(f"planned in {taken_s:.1f} s")
         _print_written(out, *names)
         if planned is not None:
@@ -159,7 +156,7 @@ def simulate(
     if as_json:
         print(json.dumps({"plan": changed.to_json(), "run": run_to_json(run)}))
     else:
-        console = _console()
+        console = report_console()
         was, now = read.num_micro_batches, request.num_micro_batches
         console.print(
             f"a step takes {run.step_ns / 1e6:,.1f} ms; "
@@ -200,8 +197,3 @@ def _draw(runs: tuple[SimulatedRun, ...], out: Path) -> None:
 def _print_written(out: Path | None, *names: str) -> None:
     if out is not None:
         print_line(f"written: {', '.join(str(out / name) for name in names)}")
-
-
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else WIDTH
-    return SafeConsole(markup=False, highlight=False, soft_wrap=True, width=width)

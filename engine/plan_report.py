@@ -1,5 +1,6 @@
 """Reports of plans and steps: tables for people, plain values. Pure."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from isobatch.common.consoles import SafeConsole
 from isobatch.engine.charts.trace import TraceStep, path_parts
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.parallel import head_notes
@@ -18,6 +20,8 @@ from isobatch.engine.planning.search.limits import SearchProgress
 from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30
+WIDTH = 150
+"""Width of tables where the output is no terminal."""
 TIME_UNITS = ((10**6, "ms"), (10**3, "us"))
 
 
@@ -111,6 +115,12 @@ def restriction_text(run: SimulatedRun, free: SimulatedRun) -> str:
         f"the trainer's restrictions cost {more:.1%} of a step's time: {time_text(run.step_ns)} "
         f"instead of {time_text(free.step_ns)}; most memory {peaks[0]} instead of {peaks[1]}"
     )
+
+
+def report_console() -> Console:
+    """A console for reports, wide where the output is no terminal."""
+    width = None if sys.stdout.isatty() else WIDTH
+    return SafeConsole(markup=False, highlight=False, soft_wrap=True, width=width)
 
 
 def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:

@@ -22,7 +22,11 @@ from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.communication.collectives import all_reduce, on_all_ranks
-from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
+from isobatch.engine.runtime.communication.p2p_schedule import (
+    forward_only,
+    make_p2p_schedule,
+    reordered,
+)
 from isobatch.engine.runtime.communication.process_groups import (
     ProcessGroups,
     make_groups,
@@ -195,6 +199,30 @@ class Pipeline:
         self.steps_run += 1
         return result
 
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Sum of the losses of this replica's micro-batches, by forward passes without dropout.
+
+        All ranks call it, equally often. Gradients, random numbers and `steps_run` stay as they
+        are. Errors as of `step`.
+        """
+        options, groups = self._options, self._groups
+        schedule = make_schedule(
+            options.schedule, len(groups.ranks), len(batches), options.stages_per_rank
+        )
+        local = replace(self._local, first_trained=self._local.borders[-1])  # no gradient is sent
+        modules = [module for layer in self.layers.values() for module in layer.modules()]
+        training = [module.training for module in modules]
+        self.gather_weights()
+        try:
+            for layer in self.layers.values():
+                layer.eval()
+            executor = StageExecutor(local, groups, forward_only(schedule), batches, 1.0, None)
+            return executor.run().loss
+        finally:
+            for module, was_training in zip(modules, training, strict=True):
+                module.training = was_training
+
     def timeline(self, result: StepResult) -> Timeline:
         """Measured times of this pipeline's ranks, for charts and traces; all of them call it."""
         groups, schedule = self._groups, result.schedule
@@ -279,6 +307,8 @@ class Pipeline:
                 f"the schedule has {schedule.num_stages} stages on {schedule.num_ranks} ranks, the"
                 f" pipeline {num_stages} on {num_ranks}"
             )
+        if not (schedule.kinds != PassKind.FORWARD).any():
+            raise ConfigError("the schedule has no backward passes: use `evaluate`")
         encoding = set(schedule.ranks[schedule.kinds == PassKind.ENCODE].tolist())
         if encoding and not 0 < local.first_trained <= local.borders[1]:
             raise ConfigError(

@@ -4,11 +4,10 @@ The one module of `engine` that imports `loaders`: an application where a loader
 trainer. `engine.cli` loads it only when one of its commands is called, because torch takes seconds.
 """
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,15 @@ from isobatch.common.command_line import (
     UsageError,
     new_app,
     print_error,
+    read_settings,
+    with_options,
 )
+from isobatch.common.config import options_of
 from isobatch.common.errors import ConfigError
-from isobatch.engine.train.config import MeasureConfig, RunConfig, TrainConfig
+from isobatch.engine.train.dry_run import dry_run
 from isobatch.engine.train.launch import is_first_process, join_ranks
 from isobatch.engine.train.measure import measure
+from isobatch.engine.train.options.config import MeasureConfig, RunConfig, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, is_mine_to_print
 from isobatch.engine.train.step_source import OpenSource
 from isobatch.engine.train.trainer import train
@@ -40,12 +43,21 @@ def command(
 ) -> Callable[..., None]:
     """A function for typer whose options are the fields of a config."""
 
-    def call(**options: Any) -> None:
-        run(kind(**options))
+    def call(
+        context: typer.Context,
+        build: Annotated[
+            str,
+            typer.Argument(
+                metavar="BUILD",
+                help="Folder of `packer build`, for this model; or a TOML file with a key `build`"
+                " and any of these options, which the command line's override.",
+            ),
+        ],
+    ) -> None:
+        run(read_settings(kind, context, "build"))
 
-    call.__doc__, call.__annotations__ = text, get_type_hints(kind, include_extras=True)
-    call.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
-    return call
+    call.__doc__ = text
+    return with_options(kind, *(name for name, *_ in options_of(kind)))(call)
 
 
 def make_app() -> typer.Typer:
@@ -56,7 +68,7 @@ def make_app() -> typer.Typer:
         " moments, in the plan's training mode; without a plan float32 weights and gradients, and"
         " nothing shared out over replicas. SIGTERM saves and ends after the step."
     )
-    app.command("train")(command(TrainConfig, partial(_run, train), text))
+    app.command("train")(command(TrainConfig, _train, text))
     text = "Plan from measurements: profile the layers, run partitions, take the fastest."
     app.command("measure")(command(MeasureConfig, partial(_run, measure), text))
     return app
@@ -70,6 +82,13 @@ def run_command(arguments: list[str]) -> None:
         if is_first_process() or dist.is_initialized():
             raise
         sys.exit(WRONG_CALL)  # all ranks have the same command line: the first says what is wrong
+
+
+def _train(config: TrainConfig) -> None:
+    if not config.dry_run:
+        _run(train, config)
+    elif is_first_process():
+        dry_run(config, StreamingLoader)
 
 
 def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfig) -> None:

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from isobatch.engine.train.config import RunConfig
+from isobatch.engine.train.options.config import RunConfig
 
 
 def join_ranks(config: RunConfig) -> torch.device:

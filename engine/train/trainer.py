@@ -2,8 +2,8 @@
 
 All ranks of one pipeline read the same micro-batches, each from its own source: so only activations
 and gradients are sent, and images are decoded where the first stage is. With `--tune`, each step is
-repacked and gets its own schedule (`engine.train.step_tuning`). With `--state`, a run resumes after
-the last saved step, also with another plan, number of stages or replicas.
+repacked and gets its own schedule (`engine.train.steps.step_tuning`). With `--state`, a run resumes
+after the last saved step, also with another plan, number of stages or replicas.
 """
 
 import json
@@ -17,20 +17,13 @@ import torch.distributed as dist
 from isobatch.common.consoles import print_line
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.charts.trace import make_trace
+from isobatch.engine.planning.adaptive_recompute import OutOfMemory
 from isobatch.engine.planning.plan import Plan, read_plan
-from isobatch.engine.runtime.checkpoints.training_state import Progress, load_state, save_state
+from isobatch.engine.runtime.checkpoints.training_state import Progress, StateSaver, load_state
 from isobatch.engine.runtime.communication.collectives import any_rank
 from isobatch.engine.runtime.errors import GradientNotFinite, LossNotFinite
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_executor import StepResult
-from isobatch.engine.train._adaptation import RecomputeAdapter
-from isobatch.engine.train._step_report import (
-    LOGGED,
-    StepMeasurement,
-    gather_figures,
-    report_step,
-)
-from isobatch.engine.train.config import TrainConfig
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.layout import (
     apply_plan,
@@ -39,7 +32,11 @@ from isobatch.engine.train.layout import (
     make_replicas,
     num_micro_batches,
 )
+from isobatch.engine.train.models.lora import export_adapters, merge_adapters, with_adapters
 from isobatch.engine.train.models.open_model import TINY, PipelineModel, open_model
+from isobatch.engine.train.optimizer import LrFactor, lr_factor, make_optimizer, set_lr
+from isobatch.engine.train.options.config import TrainConfig
+from isobatch.engine.train.options.lora_options import PARTS
 from isobatch.engine.train.shutdown import StoppedBySignal, StopSignal
 from isobatch.engine.train.step_source import (
     OpenSource,
@@ -48,7 +45,15 @@ from isobatch.engine.train.step_source import (
     endless,
     source_options,
 )
-from isobatch.engine.train.step_tuning import check_same_step, make_tuner
+from isobatch.engine.train.steps._adaptation import RecomputeAdapter
+from isobatch.engine.train.steps._step_report import (
+    LOGGED,
+    StepMeasurement,
+    gather_figures,
+    report_step,
+)
+from isobatch.engine.train.steps.evaluation import evaluate, open_evaluation
+from isobatch.engine.train.steps.step_tuning import check_same_step, make_tuner
 from isobatch.engine.tuning.step_planner import StepNote
 
 
@@ -59,13 +64,17 @@ class TrainingRun:
     model: PipelineModel
     pipeline: Pipeline
     source: StepSource
+    evaluated: StepSource | None
+    """Samples of `--eval`."""
     optimizer: torch.optim.Optimizer | None
     """The optimizer; None if nothing on this rank is trained."""
+    lr_factor: LrFactor
     num_ranks: int
     """Ranks per pipeline."""
     step: int
     """Steps that are done."""
     adapter: RecomputeAdapter | None
+    saver: StateSaver | None
     skipped: int = 0
     """Steps since the start whose loss or gradients were not finite, which changed no weight."""
 
@@ -83,9 +92,13 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
     pipelines = make_replicas(dist.get_world_size(), dp, plan)
     options = source_options(config, pipelines, num_micro_batches(config, plan))
+    for_evaluation = dict(options)
     names = "loss_normalizer", "loss_weights", "log_to"
     options |= {name: getattr(config, name) for name in names}
     source = open_source(config.build, **options)
+    evaluated = None
+    if config.eval is not None:
+        evaluated = open_evaluation(config.eval, open_source, for_evaluation, source)
     model = _open_model(config, plan, source, len(pipelines[0]))
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
     adapter = None
@@ -104,17 +117,19 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
         device=device,
         mode=mode,
         encoder_ranks=range(1, len(pipelines[0])) if config.encode == "any" else (),
+        dropout_seed=config.seed if config.lora_dropout else None,
     )
     pipeline = Pipeline(
         model.stack, layout.borders, layout.recompute, layout.pipelines, pipeline_options
     )
-    trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
-    # fused: torch's default for GPUs makes a copy of all moments in each step
-    optimizer = torch.optim.AdamW(trained, lr=config.lr, fused=True) if trained else None
-    done = load_state(config.state, pipeline.layers, optimizer) if config.state else None
+    optimizer = make_optimizer(pipeline.layers, [layer.part for layer in model.listed], config)
+    done, saver = None, None
+    if config.state:
+        done = _load(config, config.state, pipeline, optimizer)
+        trained_only = config.lora_rank is not None
+        saver = StateSaver(config.state, pipeline.layers, optimizer, trained_only=trained_only)
     if done:
         source.load_state_dict(done.loader)
-        pipeline.steps_run = done.step
     if is_first_rank():
         resumes = f"; resumes after step {done.step - 1}" if done else ""
         tuning = f"; each step tuned by {config.profile}" if config.tune else ""
@@ -123,10 +138,13 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
         model=model,
         pipeline=pipeline,
         source=source,
+        evaluated=evaluated,
         optimizer=optimizer,
+        lr_factor=lr_factor(config, config.steps),
         num_ranks=len(pipelines[0]),
         step=done.step if done else 0,
         adapter=adapter,
+        saver=saver,
     )
 
 
@@ -146,10 +164,20 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
                 config.trace.write_text(json.dumps(make_trace(timeline)))
         except OSError as error:
             raise DataError(f"{config.trace}: {error.strerror}") from None
-    if config.export and run.model.export(run.pipeline, config.export):
+    if config.export and _export(run, config, config.export):
         print_line(f"wrote {config.export}")
     if config.state and run.step > first and is_first_rank():
         print(f"saved after step {run.step - 1}")
+
+
+def _export(run: TrainingRun, config: TrainConfig, folder: Path) -> bool:
+    """Write the model, or its adapters; -> whether this rank did. All ranks call it."""
+    if config.lora_rank is not None and not config.merge:
+        return export_adapters(run.model, run.pipeline, folder, config, config.config)
+    if config.merge:
+        run.pipeline.gather_weights()
+        merge_adapters(run.model.stack.layers)
+    return run.model.export(run.pipeline, folder)
 
 
 def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepResult | None:
@@ -159,7 +187,12 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
     last = None
     for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
         after = run.source.stats()
-        result = train_step(run, batches, config)
+        try:
+            result = train_step(run, batches, config)
+        except (LossNotFinite, GradientNotFinite, OutOfMemory):  # on all ranks
+            if run.saver is not None:
+                run.saver.finish()
+            raise
         now = time.perf_counter()
         if result is not None:
             last = result
@@ -167,20 +200,24 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
                 step=run.step,
                 batches=batches,
                 result=result,
+                lr=config.lr * run.lr_factor(run.step),
                 seconds=now - begun,
                 peak_bytes=run.pipeline.peak_bytes(),
                 before=before,
                 after=after,
             )
             figures = gather_figures(measurement, run.num_ranks)
+            if run.evaluated is not None and _is_due(run.step + 1, config.eval_every, config.steps):
+                figures["eval_loss"] = evaluate(run.pipeline, run.evaluated, run.num_ranks).loss
+                now = time.perf_counter()
             if is_first_rank():
                 report_step(figures, config.figures)
-                run.source.log({LOGGED[name]: figures[name] for name in LOGGED})
+                run.source.log({LOGGED[name]: figures[name] for name in LOGGED if name in figures})
         before = after
         run.step += 1
         stops = any_rank(stop.is_noted)
         adapts = result is not None and not stops
-        begun = _finish_step(run, batches, config, saves=stops, adapts=adapts) or now
+        begun = _finish_step(run, batches, config, stops=stops, adapts=adapts) or now
         if stops:
             saved = "nothing is saved without --state"
             if config.state is not None:
@@ -195,6 +232,7 @@ def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> St
     LossNotFinite, GradientNotFinite on all ranks unless such steps are skipped.
     """
     run.pipeline.drop_gradients()
+    run.pipeline.steps_run = run.step  # skipped ones count, for dropout
     try:
         result = _run_passes(run, batches)
         run.pipeline.reduce_gradients()  # over replicas, once per step
@@ -207,6 +245,7 @@ def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> St
             print(f"step {run.step:4d}  skipped, {run.skipped} so far: {error}", flush=True)
         return None
     if run.optimizer is not None:
+        set_lr(run.optimizer, run.lr_factor(run.step))
         run.optimizer.step()
     return result
 
@@ -234,19 +273,46 @@ def _open_model(
         raise ConfigError(f"--export writes models of transformers; the model is {TINY}")
     if plan:
         apply_plan(plan, model, num_ranks)
-    model.freeze(config.freeze or ())
+    model.freeze(config.freeze)
+    if config.lora_rank is not None:
+        frozen = {part for part in PARTS if plan and not plan.training.trains(part)}
+        if frozen.union(config.freeze) & set(config.lora_parts):
+            raise ConfigError("--freeze or the plan freezes a part of --lora-parts: give either")
+        model = with_adapters(model, config, config.seed)
     return model
 
 
+def _load(
+    config: TrainConfig, folder: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None
+) -> Progress | None:
+    """Load the newest state; the options of the optimizer stay those of the call."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [{name: group[name] for name in group if name != "params"} for group in groups]
+    trained_only = config.lora_rank is not None
+    done = load_state(folder, pipeline.layers, optimizer, trained_only=trained_only)
+    if optimizer is not None:
+        for group, of_call in zip(optimizer.param_groups, options, strict=True):
+            group.update(of_call)
+    return done
+
+
+def _is_due(step: int, every: int | None, steps: int) -> bool:
+    """Whether something that is done every so many steps, and at the end, is due after a step."""
+    return step == steps or (every is not None and step % every == 0)
+
+
 def _finish_step(
-    run: TrainingRun, batches: SourceStep, config: TrainConfig, *, saves: bool, adapts: bool
+    run: TrainingRun, batches: SourceStep, config: TrainConfig, *, stops: bool, adapts: bool
 ) -> float | None:
     """Save, adapt recomputation; -> when that was done, as it belongs to no step. None: nothing."""
-    saves = saves or run.step % config.save_every == 0 or run.step == config.steps
-    if saves and config.state:
-        progress = Progress(step=run.step, loader=run.source.state_dict())
-        save_state(config.state, run.pipeline.layers, run.optimizer, progress)
+    if run.saver is not None:
+        if stops or _is_due(run.step, config.save_every, config.steps):
+            run.saver.begin(Progress(step=run.step, loader=run.source.state_dict()))
+        if stops or run.step == config.steps:
+            run.saver.finish()
+        else:
+            run.saver.poll()
     adapts = adapts and run.adapter is not None and run.adapter.is_due
     if run.adapter is not None and adapts:
         run.adapter.adapt(run.pipeline, batches, run.optimizer)
-    return time.perf_counter() if (saves and config.state) or adapts else None
+    return time.perf_counter() if run.saver is not None or adapts else None

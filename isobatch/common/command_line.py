@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, g
 import typer
 from rich.markup import escape
 
-from isobatch.common.config import Option, load_config, options_of
+from isobatch.common.config import Option, load_config, options_of, read_toml, typed_values
 from isobatch.common.consoles import escape_what_does_not_fit, flush_results, messages, print_line
 from isobatch.common.errors import ConfigError, IsobatchError, first_line, os_reason
 from isobatch.common.interrupts import StopSignals
@@ -184,9 +184,38 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
 
 def read_config(kind: type[Config], context: typer.Context, *, command: str) -> Config:
     """A call's config: options that are fields of `kind`, over the --config file, over defaults."""
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    options = {name: _plain(value) for name, value in context.params.items() if name in known}
+    options = {name: _plain(value) for name, value in _given(kind, context).items()}
     return load_config(kind, context.params.get("config"), options, command=command)
+
+
+def read_settings(kind: type[Config], context: typer.Context, argument: str) -> Config:
+    """The same where the call's argument, a field of `kind`, may be the TOML file instead."""
+    options = _given(kind, context)
+    file = Path(options[argument])
+    if file.suffix != ".toml" or file.is_dir():
+        return kind(**_as_tuples(options))
+    del options[argument]
+    values = typed_values(kind, read_toml(file, str(file), has_inf=True), str(file))
+    if argument not in values:
+        raise ConfigError(f"{file}: missing key {argument}")
+    try:
+        return kind(**(values | _as_tuples(options)))
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({file})") from None
+
+
+def _given(kind: type, context: typer.Context) -> dict[str, Any]:
+    """Options of a call that are fields of a config dataclass, without those left out."""
+    known = {field.name for field in fields(kind)}
+    given = {name: value for name, value in context.params.items() if name in known}
+    return {name: value for name, value in given.items() if value not in (None, [], ())}
+
+
+def _as_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that may be repeated as fields have them."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
 
 
 def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
@@ -266,4 +295,4 @@ def _plain(value: object) -> object:
     """An option's value as a TOML file would give it."""
     if isinstance(value, Path):
         return str(value)
-    return (tuple(value) or None) if isinstance(value, list | tuple) else value
+    return tuple(value) if isinstance(value, list | tuple) else value

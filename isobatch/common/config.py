@@ -126,18 +126,9 @@ def build_config(kind: type[Config], values: Any, *, where: str) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: is {shown(values)}, but should be a table of keys and values")
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(values) - set(known)):
-        keys = ", ".join(sorted(known))
-        named = ", ".join(key if key.isidentifier() else shown(key) for key in unknown)
-        raise ConfigError(f"{where}: unknown key {named}; known: {keys}")
+    frozen = typed_values(kind, values, where)
     if missing := _required(known) - values.keys():
         raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
-    frozen = {name: _frozen(value) for name, value in values.items()}
-    hints = _hints_of(kind)
-    for name, value in frozen.items():
-        if not _fits(value, hints[name]):
-            should = _text(hints[name])
-            raise ConfigError(f"{where}: {name} is {shown(value)}, but should be {should}")
     try:
         config = kind(**frozen)
     except ConfigError as error:  # a field's own range says more than what numbers may be at all
@@ -149,16 +140,40 @@ def build_config(kind: type[Config], values: Any, *, where: str) -> Config:
     return config
 
 
+def typed_values(kind: type, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Values as a config dataclass has them: tuples and paths of TOML's lists and texts.
+
+    ConfigError, which names `where`, for an unknown key or a wrong type.
+    """
+    known = sorted(field.name for field in fields(kind))
+    if unknown := sorted(set(values) - set(known)):
+        named = ", ".join(key if key.isidentifier() else shown(key) for key in unknown)
+        near = get_close_matches(unknown[0], known, 1)
+        meant = "".join(f"; did you mean {match}?" for match in near)
+        raise ConfigError(f"{where}: unknown key {named}; known: {', '.join(known)}{meant}")
+    hints = _hints_of(kind)
+    typed = {}
+    for name, value in values.items():
+        hint = hints[name]
+        is_path = isinstance(value, str) and Path in (hint, *get_args(hint))
+        typed[name] = Path(value) if is_path else _frozen(value)
+        if not _fits(typed[name], hint):
+            should = _text(hint)
+            raise ConfigError(f"{where}: {name} is {shown(typed[name])}, but should be {should}")
+    return typed
+
+
 def load_config(
     kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str
 ) -> Config:
     """A command's config: `options` that are not None over the keys of the TOML `file`."""
     values = {} if file is None else read_toml(file, f"--config {file}")
+    typed_values(kind, values, str(file))
     values |= {name: value for name, value in options.items() if value is not None}
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if missing := [f"--{name.replace('_', '-')}" for name in _required(known) - values.keys()]:
         raise ConfigError(f"{command}: {' and '.join(sorted(missing))} must be given")
-    return build_config(kind, values, where=command if values.keys() <= known.keys() else str(file))
+    return build_config(kind, values, where=command)
 
 
 def _required(known: dict[str, Field[Any]]) -> set[str]:
@@ -210,10 +225,10 @@ def _preset_path(kind: str, name: str) -> Path:
     return family if described.endswith(f" {size.upper()}") else path
 
 
-def read_toml(path: Path, where: str) -> dict[str, Any]:
+def read_toml(path: Path, where: str, *, has_inf: bool = False) -> dict[str, Any]:
     """The tables of a TOML file; ConfigError, which names `where`, if it cannot be read.
 
-    Or if a number in it is not finite or has more than 64 bits.
+    Or, unless it `has_inf`, if a number in it is not finite or has more than 64 bits.
     """
     try:
         values = parse_toml(read_text(path), where)
@@ -221,7 +236,8 @@ def read_toml(path: Path, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{where}: {os_reason(error)}") from None
-    check_numbers(values, where)
+    if not has_inf:
+        check_numbers(values, where)
     return values
 
 

@@ -46,7 +46,7 @@ PARSED = {
     "docs/plan.md": 3,
     "docs/reference/input_formats.md": 1,
     "docs/results/gpu.md": 1,
-    "docs/train.md": 9,
+    "docs/train.md": 11,
     "docs/tutorials/from_a_bucket.md": 2,
     "docs/tutorials/pipeline.md": 1,
 }
@@ -55,6 +55,7 @@ account or the network."""
 APPS = {"packer": packer_app, "engine": engine_app}
 FOREIGN = {
     *("aws", "az", "date", "gcloud", "mv", "pip", "python3", "renew", "sleep", "source", "kubectl"),
+    *("head", "scontrol", "srun"),
     *("hf", "llamafactory-cli", "swift", "pre-commit"),
 }
 """Commands of others."""
@@ -106,8 +107,7 @@ def test_commands_are_taken_by_the_programs_that_they_name(tmp_path):
 def check_command(words, place):
     """Let the real parser read a command of ours; what it is given need not be there."""
     if words[0] == "torchrun":
-        assert words[1] == "--nproc-per-node", place
-        words = ["python", *words[3:]]
+        words = ["python", *words[words.index("-m") if "-m" in words else 3 :]]
     if words[0] == "isobatch":
         package, name, _ = COMMANDS[words[1]]
         words = ["python", "-m", package, name, *words[2:]]

@@ -1,4 +1,4 @@
-"""Training state on disk, by layer: `save_state` and `load_state`.
+"""Training state on disk, by layer: `StateSaver`, `save_state` and `load_state`.
 
 Every tensor is named after its layer's index in the model and its parameter, never after a rank or
 a stage. So a run resumes with another partition, or other numbers of stages and replicas: each rank
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -42,6 +43,7 @@ from isobatch.engine.runtime.checkpoints._state_folders import (
     remove_older,
 )
 from isobatch.engine.runtime.communication.collectives import (
+    any_rank,
     gather_objects,
     on_all_ranks,
     on_first_rank,
@@ -49,7 +51,14 @@ from isobatch.engine.runtime.communication.collectives import (
 )
 from isobatch.engine.runtime.optimizer.main_weights import gather_weight, local_part, main_param
 
-__all__ = ["PROGRESS_NAME", "Progress", "load_state", "newest_state", "save_state"]
+__all__ = [
+    "PROGRESS_NAME",
+    "Progress",
+    "StateSaver",
+    "load_state",
+    "newest_state",
+    "save_state",
+]
 
 Layers = Mapping[int, nn.Module]
 """A rank's layers by index in the model: `Pipeline.layers`."""
@@ -88,6 +97,118 @@ class Progress:
     """`StreamingLoader.state_dict()`: equal on all ranks, valid for any number of them."""
 
 
+class StateSaver:
+    """Saves states while training goes on: `begin` copies them to the CPU, a thread writes.
+
+    All ranks call its methods alike. A state gets its name in `poll` or `finish`, and the failure
+    of a save is raised there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: Layers,
+        optimizer: Optimizer | None,
+        *,
+        max_states: int = 2,
+        trained_only: bool = False,
+    ) -> None:
+        """`optimizer`: None on a rank where nothing is trained. `max_states`: the newest are kept.
+
+        `trained_only`: without frozen weights and buffers, which every start makes the same.
+        """
+        self._folder, self._layers, self._optimizer = folder, layers, optimizer
+        self._max_states, self._trained_only = max_states, trained_only
+        self._group: dist.ProcessGroup | None = None
+        self._pending: _Pending | None = None
+
+    def begin(self, progress: Progress, *, in_thread: bool = True) -> None:
+        """Copy a state and begin to write it; waits until the one before it is written.
+
+        `in_thread`: otherwise nothing is copied, and `finish` writes. On all ranks: ConfigError if
+        the optimizer keeps anything but tensors; DataError if a number is NaN or infinite, or the
+        state before could not be written.
+        """
+        self.finish()
+        tensors, options = on_all_ranks(
+            lambda: _to_save(self._layers, self._optimizer, trained_only=self._trained_only)
+        )
+        ranks = gather_objects((sorted(self._layers), options))
+        unfinished = on_first_rank(lambda: begin_state(self._folder, progress.step))
+        content = {
+            "step": progress.step,
+            "loader": progress.loader,
+            "places": sorted({index for indices, _ in ranks for index in indices}),
+            "options": _merge_options([options for _, options in ranks]),
+        }
+        future = None
+        if in_thread:
+            if self._group is None and dist.is_initialized():
+                # the thread's messages must not meet those of training
+                self._group = dist.new_group(backend="gloo")
+            with _torch_errors(unfinished, "written") as alone:
+                future = async_save(
+                    {_ROOT: tensors},
+                    checkpoint_id=unfinished,
+                    process_group=self._group,
+                    async_stager=_Copies(),
+                    no_dist=alone,
+                )
+        self._pending = _Pending(progress.step, unfinished, content, {_ROOT: tensors}, future)
+
+    def poll(self) -> None:
+        """Complete a save that has been written on all ranks. Errors as of `finish`."""
+        pending = self._pending
+        if pending and pending.future and not any_rank(not pending.future.done()):
+            self.finish()
+
+    def finish(self) -> Path | None:
+        """Wait for the save, and remove all but the newest states; -> its folder, None without one.
+
+        DataError on all ranks if it cannot be written: its remains are removed, and those before
+        stay.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        try:
+            with _torch_errors(pending.unfinished, "written") as alone:
+                if pending.future is not None:
+                    pending.future.result()
+                else:
+                    save(pending.tensors, checkpoint_id=pending.unfinished, no_dist=alone)
+            target = on_first_rank(
+                lambda: finish_state(pending.unfinished, pending.step, pending.content)
+            )
+        except DataError:  # raised on all ranks
+            on_first_rank(lambda: discard_state(pending.unfinished))
+            raise
+        on_first_rank(lambda: remove_older(self._folder, self._max_states))
+        return target
+
+
+class _Copies(BlockingAsyncStager):
+    """Copies on the CPU; torch's own copy whole what is a view, and fail for shards of no rows."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy that training does not change."""
+        return {
+            key: {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+            for key, tensors in state_dict.items()
+        }
+
+
+class _Pending(NamedTuple):
+    """A state that is being written."""
+
+    step: int
+    unfinished: Path
+    content: dict[str, Any]
+    tensors: dict[str, Any]
+    future: Any
+    """That of the thread; None where `finish` writes."""
+
+
 def save_state(
     folder: Path,
     layers: Layers,
@@ -96,40 +217,20 @@ def save_state(
     *,
     max_states: int = 2,
 ) -> Path:
-    """Save a new state, then remove all but the newest `max_states`; -> its folder.
-
-    All ranks call it.
-
-    Options such as learning rates are saved by parameter. `optimizer`: None on a rank where nothing
-    is trained. On all ranks: ConfigError if it keeps anything but tensors; DataError if a number is
-    NaN or infinite, or the state cannot be written: its remains are removed, and those before stay.
-    """
-    tensors, options = on_all_ranks(lambda: _to_save(layers, optimizer))
-    ranks = gather_objects((sorted(layers), options))
-    unfinished = on_first_rank(lambda: begin_state(folder, progress.step))
-    content = {
-        "step": progress.step,
-        "loader": progress.loader,
-        "places": sorted({index for indices, _ in ranks for index in indices}),
-        "options": _merge_options([options for _, options in ranks]),
-    }
-    try:
-        with _torch_errors(unfinished, "written") as alone:
-            save({_ROOT: tensors}, checkpoint_id=unfinished, no_dist=alone)
-        target = on_first_rank(lambda: finish_state(unfinished, progress.step, content))
-    except DataError:  # raised on all ranks
-        on_first_rank(lambda: discard_state(unfinished))
-        raise
-    on_first_rank(lambda: remove_older(folder, max_states))
-    return target
+    """Save a state and wait for it; -> its folder. As `StateSaver`; all ranks call it."""
+    saver = StateSaver(folder, layers, optimizer, max_states=max_states)
+    saver.begin(progress, in_thread=False)
+    return cast(Path, saver.finish())
 
 
-def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Progress | None:
+def load_state(
+    folder: Path, layers: Layers, optimizer: Optimizer | None, *, trained_only: bool = False
+) -> Progress | None:
     """Load the newest state into layers and optimizer; None if there is none. All ranks call it.
 
-    Parameters that were not trained before start with a fresh optimizer state. On all ranks:
-    ConfigError if the state is of another model, and nothing has changed; DataError if its files
-    are damaged, and layers may then hold anything.
+    `trained_only`: as it was saved. Parameters that were not trained before start with a fresh
+    optimizer state. On all ranks: ConfigError if the state is of another model, and nothing has
+    changed; DataError if its files are damaged, and layers may then hold anything.
     """
     newest = on_first_rank(lambda: newest_state(folder))
     if newest is None:
@@ -141,7 +242,7 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
             f"{newest} has {len(content['places'])} layers, the model {len(places)}:"
             " give the same model"
         )
-    tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
+    tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer, trained_only=trained_only))
     with _torch_errors(newest, "read") as alone:
         load({_ROOT: tensors}, storage_reader=_StateReader(newest), no_dist=alone)
     with world_errors():
@@ -153,12 +254,14 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
     return Progress(step=content["step"], loader=content["loader"])
 
 
-def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Options]:
+def _to_save(
+    layers: Layers, optimizer: Optimizer | None, *, trained_only: bool
+) -> tuple[dict[str, Tensor], Options]:
     """This rank's tensors by saved name, and its optimizer's options. DataError if not finite."""
     moments, options = {}, []
     if optimizer is not None:
         moments, options = _tensors_of(layers, optimizer), _options_of(layers, optimizer)
-    tensors = _join(_weights(layers), moments)
+    tensors = _join(_weights(layers, trained_only=trained_only), moments)
     masks = {
         f"{_WEIGHT}{index}.{name}"
         for index, layer in layers.items()
@@ -181,13 +284,15 @@ def _is_finite(value: Tensor, *, may_be_infinite: bool) -> bool:
     return not bool(ends.isnan().any() if may_be_infinite else (~ends.isfinite()).any())
 
 
-def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[str, Tensor]:
+def _to_load(
+    state: Path, layers: Layers, optimizer: Optimizer | None, *, trained_only: bool
+) -> dict[str, Tensor]:
     """Tensors to read a state into: the layers' own memory, and new tensors for the optimizer.
 
     DataError if the state's metadata is damaged, ConfigError if it is of another model.
     """
     saved = _saved(state)
-    weights = _weights(layers)
+    weights = _weights(layers, trained_only=trained_only)
     for name, weight in weights.items():
         entry = saved.get(f"{_WEIGHT}{name}")
         if entry is None or entry.size != weight.shape:
@@ -218,15 +323,16 @@ def _join(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[
     return tensors | {f"{_OPTIMIZER}{name}": value for name, value in moments.items()}
 
 
-def _weights(layers: Layers) -> dict[str, Tensor]:
+def _weights(layers: Layers, *, trained_only: bool) -> dict[str, Tensor]:
     """Parameters, as the optimizer has them, and buffers by name: their own memory."""
     tensors: dict[str, Tensor] = {}
     for index, layer in layers.items():
         mains = {
             name: main_param(weight).detach()
             for name, weight in layer.named_parameters(remove_duplicate=False)
+            if weight.requires_grad or not trained_only
         }
-        for name, value in (layer.state_dict() | mains).items():
+        for name, value in (mains if trained_only else layer.state_dict() | mains).items():
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"layer {index} keeps {name}, a {type(value).__name__}; only tensors are saved"

@@ -116,15 +116,30 @@ def reordered(schedule: Schedule, order: IntArray) -> Schedule:
     return replace(schedule, micro_batches=order[schedule.micro_batches])
 
 
+def forward_only(schedule: Schedule) -> Schedule:
+    """A schedule's forward passes in their order, for evaluation."""
+    ranks = [schedule.of_rank(rank) for rank in range(schedule.num_ranks)]
+    return Schedule.of(
+        f"{schedule.name}, forward",
+        schedule.num_stages,
+        schedule.num_micro_batches,
+        [[action for action in actions if action.kind == PassKind.FORWARD] for actions in ranks],
+    )
+
+
 def _check(schedule: Schedule) -> None:
-    """ConfigError unless every stage's own rank runs each micro-batch forward and backward once."""
+    """ConfigError unless every stage's own rank runs each micro-batch forward and backward once.
+
+    Or all of them forward only.
+    """
     shape = len(PassKind), schedule.num_stages, schedule.num_micro_batches
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (schedule.kinds, schedule.stages, schedule.micro_batches), 1)
     halves = counts[PassKind.INPUT_GRAD], counts[PassKind.WEIGHT_GRAD]
+    num_backward = int((schedule.kinds != PassKind.FORWARD).any())
     once = (
         (counts[PassKind.FORWARD] == 1)
-        & (counts[PassKind.BACKWARD] + halves[0] == 1)
+        & (counts[PassKind.BACKWARD] + halves[0] == num_backward)
         & (halves[0] == halves[1])
         & (counts[PassKind.ENCODE] <= 1)
     )

@@ -56,18 +56,19 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
 
 def gather_shards(
     model: nn.Module,
-    layers: Mapping[int, nn.Module],
-    prefixes: Prefixes,
+    local: Mapping[str, Tensor],
     unused: Callable[[str], Tensor],
+    *,
+    only: str = "",
     max_bytes: int = SHARD_BYTES,
 ) -> Iterator[dict[str, Tensor]]:
     """The model's parameters by name, tied ones once, on the CPU of rank 0, in several shards.
 
-    All ranks of the world take all shards, with their own layers; others than rank 0 get empty
-    ones. `unused`: value of a parameter in no layer. `max_bytes`: of float32 numbers, but for a
-    single larger parameter. PeerLost if a rank is lost.
+    All ranks of the world take all shards, with their own layers' tensors (`state_dict_of`); others
+    than rank 0 get empty ones. `unused`: value of a parameter in no layer. `only`: what is in the
+    names of those that are wanted. `max_bytes`: of float32 numbers, but for a single larger
+    parameter. PeerLost if a rank is lost.
     """
-    local = state_dict_of(layers, prefixes)
     rank = dist.get_rank()
     described = gather_objects(
         {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
@@ -80,6 +81,8 @@ def gather_shards(
     shard: dict[str, Tensor] = {}
     num_bytes = 0
     for name, weight in model.named_parameters():
+        if only not in name:
+            continue
         if num_bytes and num_bytes + 4 * weight.numel() > max_bytes:
             yield shard
             shard, num_bytes = {}, 0

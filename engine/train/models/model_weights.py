@@ -50,7 +50,8 @@ class LazyWeights:
         Those of a layer depend on neither the other layers nor the order of calls. ConfigError if a
         file cannot be read.
         """
-        lacking = [weight for weight in dict.fromkeys(weights) if weight.is_meta]
+        known = [weight for weight in dict.fromkeys(weights) if id(weight) in self._names]
+        lacking = [weight for weight in known if weight.is_meta]
         for weight in lacking:
             set_values(weight, torch.empty(weight.shape, dtype=torch.float32))
         with torch.no_grad():

@@ -21,7 +21,7 @@ from isobatch.engine.cost_model.operations import Layer
 from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.runtime.models.preset_from_model import preset_from_model
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import gather_shards, names_of
+from isobatch.engine.runtime.models.weights import gather_shards, names_of, state_dict_of
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import LayerStack
 from isobatch.engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
@@ -95,8 +95,8 @@ class PipelineModel:
         """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
         assert self.weights is not None  # a model of transformers
         pipeline.gather_weights()
-        prefixes = names_of(self.whole, self.stack.layers)
-        shards = gather_shards(self.whole, pipeline.layers, prefixes, self.weights.value)
+        local = state_dict_of(pipeline.layers, names_of(self.whole, self.stack.layers))
+        shards = gather_shards(self.whole, local, self.weights.value)
         if dist.get_rank() > 0:
             deque(shards, maxlen=0)
             return False

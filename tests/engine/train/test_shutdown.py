@@ -154,7 +154,8 @@ def test_a_kill_in_a_save_leaves_a_state_that_resumes_to_the_same_losses(build, 
         lambda: len(losses(tmp_path, "stopped")) > 3 and list(state.glob("*.new/*")),
         DEADLINE_S,
     )
-    assert assert_resumes_to_the_same_losses(build, tmp_path, whole) >= 3
+    # the save before may have been written still
+    assert assert_resumes_to_the_same_losses(build, tmp_path, whole) >= 2
 
 
 def note_signals(folder):

@@ -72,7 +72,7 @@ def train_alone(build, *parts):
     """Losses in one process, all replicas' micro-batches in one; `parts` are (replicas, steps)."""
     torch.manual_seed(0)
     model, state, found = make_model(load(build)), None, []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for dp, steps in parts:
         loaders = [
             load(build, rank, dp, micro_batches_per_step=MICRO_BATCHES // dp) for rank in range(dp)

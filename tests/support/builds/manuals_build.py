@@ -15,7 +15,12 @@ from isobatch.packer.config import BuildConfig
 from isobatch.packer.progress import StageProgress
 from support.corpora import BYTE_LEVEL, MANUALS, TOKENIZERS
 
-PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max4", "qwen2_vl": "qwen2_vl"}
+PRESETS = {
+    "llava": "llava_1_5",
+    "internvl": "internvl_1_5_max4",
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_5_vl",
+}
 
 SAMPLES = {0: 6, 1: 6, 2: 2, 3: 1}
 """Samples of the corpus by their number of images."""
@@ -25,7 +30,7 @@ NUM_TOKENS = 4096
 """Of the tokenizer's: with all of its 151,643, the tiny models would spend their time with
 logits.
 """
-MAX_SEQ_LEN = {"llava": 2048, "internvl": 2048, "qwen2_vl": 1280}
+MAX_SEQ_LEN = {"llava": 2048, "internvl": 2048, "qwen2_vl": 1280, "qwen2_5_vl": 1280}
 """Short enough that there are several groups."""
 
 

@@ -17,6 +17,8 @@ RUN_BY_MARK = {
     "program: veomni": "tests/support/frameworks/veomni/ranks.py",
     "program: deepspeed": "tests/support/frameworks/deepspeed_ranks.py",
     "program: megatron_bridge": "tests/loaders/trainers/test_megatron_bridge.py",
+    "settings: fine-tuning": "tests/engine/train/test_fine_tuning.py",
+    "machines": "tests/engine/train/test_machines.py",
     "settings: automodel": "tests/support/frameworks/checks/automodel_checks.py",
 }
 """Mark above a block -> what runs it."""

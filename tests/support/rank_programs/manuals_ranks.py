@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from isobatch.engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import gather_state_dict, names_of
+from isobatch.engine.runtime.models.weights import gather_shards, names_of, state_dict_of
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models.manuals_models import endless, load, make_model, make_optimizer
 
@@ -60,7 +60,9 @@ class Run:
 
     def weights(self):
         """Of the whole model, on the first rank."""
-        return gather_state_dict(self.model, self.pipeline.layers, self.prefixes)
+        local = state_dict_of(self.pipeline.layers, self.prefixes)
+        (weights,) = gather_shards(self.model, local, self.model.get_parameter)
+        return weights or None
 
 
 def train_on_two_ranks(said, name, folder, borders, others, options):

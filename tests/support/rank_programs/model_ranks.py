@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from isobatch.engine.runtime.communication.collectives import broadcast
 from isobatch.engine.runtime.models.transformers_models import from_transformers
-from isobatch.engine.runtime.models.weights import gather_shards, names_of
+from isobatch.engine.runtime.models.weights import gather_shards, names_of, state_dict_of
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from support.models import video_samples
 from support.models.family_models import (
@@ -110,8 +110,8 @@ def _run_steps(case, piped, weights, alone):
             optimizer.step()
             optimizer.zero_grad()
     pipeline.gather_weights()
-    prefixes = names_of(piped, layers)
-    shards = list(gather_shards(piped, pipeline.layers, prefixes, weights.value, max_bytes=4096))
+    local = state_dict_of(pipeline.layers, names_of(piped, layers))
+    shards = list(gather_shards(piped, local, weights.value, max_bytes=4096))
     assert len(shards) > 5
     gathered = {name: value for shard in shards for name, value in shard.items()}
     assert bool(gathered) == (dist.get_rank() == 0)

@@ -17,7 +17,7 @@ from tiny_vlm import endless
 
 def train(model, loader, steps):
     """The mean loss per label of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     batches = islice(endless(loader), steps)
     return [train_tiny.train_step(model, optimizer, step) for step in batches]
 

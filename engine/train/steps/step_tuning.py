@@ -17,9 +17,9 @@ from isobatch.engine.cost_model.loads import Loads, sample_loads
 from isobatch.engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.runtime.communication.collectives import all_gather
-from isobatch.engine.train.config import TrainConfig
 from isobatch.engine.train.layout import Layout
 from isobatch.engine.train.models.open_model import PipelineModel, kinds_text
+from isobatch.engine.train.options.config import TrainConfig
 from isobatch.engine.tuning.precompute import frozen_encoder
 from isobatch.engine.tuning.step_planner import StepNote, TunedSteps
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions

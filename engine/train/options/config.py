@@ -1,21 +1,19 @@
-"""Options of `python -m engine train` and `measure`, and their checks."""
+"""Options of both commands, and their checks: `TrainConfig`, `MeasureConfig`."""
 
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
 from isobatch.balance.loss_weights import LossNormalizer, LossWeights
+from isobatch.common.config import Option, check_options
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
 from isobatch.engine.simulator.schedule import SCHEDULES
+from isobatch.engine.train.options.lora_options import PARTS, LoraOptions
+from isobatch.engine.train.options.optimizer_options import OptimizerOptions
 
 GIB = 2**30
-MOST_LR = 1e37
-"""AdamW divides by 1 - beta, in float32."""
-PARTS: tuple[Literal["vision", "projector", "llm"], ...] = ("vision", "projector", "llm")
 ONE_STAGE = (
     "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
     " zero_bubble, or --recompute plan, all or none"
@@ -35,51 +33,48 @@ ModelName = Literal[
 ]
 
 
-def _help(text: str, *names: str, min_value: int | None = None) -> Any:
-    """An option with its help text and smallest value."""
-    return typer.Option(*names, help=text, min=min_value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Options of both commands."""
 
-    build: Annotated[
-        str, typer.Argument(metavar="BUILD", help="Folder of `packer build`, for this model.")
-    ]
-    model: Annotated[ModelName | None, _help("Default: the one of the build's preset.")] = None
+    build: str
+    """Folder of `packer build`, for this model."""
+    model: Annotated[ModelName | None, Option("Default: the one of the build's preset.")] = None
     config: Annotated[
         Path | None,
-        _help("config.json of transformers, or a folder with weights. Default: a tiny model."),
+        Option("config.json of transformers, or a folder with weights. Default: a tiny model."),
     ] = None
-    seed: int = 0
+    seed: Annotated[int, Option("Of random weights and the order of samples. Default: 0.")] = 0
     precision: Annotated[
         Precision | None,
-        _help(
+        Option(
             "Weights, activations and messages: fp32, or bf16 with fp32 masters. Default: the"
             " plan's; without a plan: fp32."
         ),
     ] = None
     zero_stage: Annotated[
         int | None,
-        _help(
+        Option(
             "Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: the plan's;"
             " without a plan: 0.",
-            min_value=0,
+            min=0,
         ),
     ] = None
-    device: Annotated[Literal["cpu", "cuda"] | None, _help("Default: cuda if there is one.")] = None
+    device: Annotated[Literal["cpu", "cuda"] | None, Option("Default: cuda if there is one.")] = (
+        None
+    )
     # tensors of tiny models lose more to threads than they gain
-    threads: Annotated[int, _help("CPU threads of each rank.", min_value=1)] = 1
+    threads: Annotated[int, Option("CPU threads of each rank. Default: 1.", min=1)] = 1
     memory_gib: Annotated[
         float | None,
-        _help(
+        Option(
             "Memory of a rank. Default of measure: the cluster preset's; of train --tune: the"
             " plan's; of --recompute adapt: the plan's on a CPU, all free memory on a GPU."
         ),
     ] = None
 
     def __post_init__(self) -> None:
+        check_options(self)
         _check_gib("--memory-gib", self.memory_gib)
 
     def training_mode(self, planned: TrainingMode | None = None) -> TrainingMode:
@@ -108,87 +103,106 @@ class RunConfig:
 class MeasureConfig(RunConfig):
     """Options of `python -m engine measure`."""
 
-    out: Annotated[Path, _help("Folder for profile.json, evidence.json and plan.json.")]
-    schedule: Annotated[str, _help(_SCHEDULES)] = "1f1b"
-    stages_per_rank: Annotated[int, _help("For interleaved ones.", min_value=1)] = 1
-    micro_batches_per_step: Annotated[int, _help("Of the measured step.", min_value=1)] = 4
-    most_run: Annotated[int, _help("Partitions to run.", min_value=1)] = 12
-    cluster: Annotated[str, _help("Preset that the plan names for what was not measured.")] = "h100"
+    out: Annotated[Path, Option("Folder for profile.json, evidence.json and plan.json.")]
+    schedule: Annotated[str, Option(f"{_SCHEDULES} Default: 1f1b.")] = "1f1b"
+    stages_per_rank: Annotated[int, Option("For interleaved ones. Default: 1.", min=1)] = 1
+    micro_batches_per_step: Annotated[int, Option("Of the measured step. Default: 4.", min=1)] = 4
+    most_run: Annotated[int, Option("Partitions to run. Default: 12.", min=1)] = 12
+    cluster: Annotated[
+        str, Option("Preset that the plan names for what was not measured. Default: h100.")
+    ] = "h100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RunConfig):
-    """Options of `python -m engine train`."""
+class TrainConfig(LoraOptions, OptimizerOptions, RunConfig):
+    """Options of `python -m engine train`; each is a key of its TOML file too."""
 
-    plan: Annotated[str, _help("plan.json, or auto: layers cut evenly.")] = "auto"
-    borders: Annotated[str | None, _help("Stages' first layers and the end, as 0,20,45.")] = None
-    dp: Annotated[int | None, _help("Replicas. Default: the plan's; auto: 1.")] = None
-    schedule: Annotated[str | None, _help(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
+    plan: Annotated[str, Option("plan.json, or auto: layers cut evenly. Default: auto.")] = "auto"
+    borders: Annotated[str | None, Option("Stages' first layers and the end, as 0,20,45.")] = None
+    dp: Annotated[int | None, Option("Replicas. Default: the plan's; auto: 1.")] = None
+    schedule: Annotated[str | None, Option(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
     stages_per_rank: Annotated[
-        int | None, _help("For interleaved ones. Default: the plan's; auto: 1.", min_value=1)
+        int | None, Option("For interleaved ones. Default: the plan's; auto: 1.", min=1)
     ] = None
     micro_batches_per_step: Annotated[
-        int | None, _help("Per replica. Default: the plan's; auto: 4.", min_value=1)
+        int | None, Option("Per replica. Default: the plan's; auto: 4.", min=1)
     ] = None
     recompute: Annotated[
         Literal["plan", "none", "all", "adapt"] | None,
-        _help(
+        Option(
             "Layers that are recomputed. adapt: as few as memory allows, found with --profile after"
             " the first step; a later step that runs out of memory is repeated with all of them,"
             " then they are chosen again. Default: plan; auto: none."
         ),
     ] = None
-    reserve_gib: Annotated[float, _help("For adapt: memory that its trials leave free.")] = 0.0
-    steps: Annotated[int, _help("In all, those before a resume included.", min_value=1)] = 60
-    lr: Annotated[float, _help("For random weights; give less for trained ones.")] = 3e-3
-    clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
-    not_finite: Annotated[
-        Literal["end", "skip"],
-        _help("For a step whose loss or gradients are NaN or infinite: end, or change no weight."),
-    ] = "end"
+    reserve_gib: Annotated[
+        float, Option("For adapt: memory that its trials leave free. Default: 0.")
+    ] = 0.0
+    steps: Annotated[int, Option("In all, those before a resume included. Default: 60.", min=1)] = (
+        60
+    )
     loss_normalizer: Annotated[
         LossNormalizer,
-        _help("Divisor of a step's losses: its own labels, or those of the epoch's average step."),
+        Option(
+            "Divisor of a step's losses: its own labels, or those of the epoch's average step."
+            " Default: epoch."
+        ),
     ] = "epoch"
     loss_weights: Annotated[
-        LossWeights, _help("Whether each label counts once, each sample, or between (1/sqrt n).")
+        LossWeights,
+        Option(
+            "Whether each label counts once, each sample, or between (1/sqrt n). Default: token."
+        ),
     ] = "token"
     freeze: Annotated[
-        list[str] | None, _help(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
-    ] = None
-    tune: Annotated[bool, _help("Repack each step, with a schedule of its own.", "--tune")] = False
-    profile: Annotated[Path | None, _help("For --tune and adapt: profile.json of measure.")] = None
+        tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
+    ] = ()
+    tune: Annotated[bool, Option("Repack each step, with a schedule of its own.")] = False
+    profile: Annotated[Path | None, Option("For --tune and adapt: profile.json of measure.")] = None
     encode: Annotated[
         Literal["never", "own", "any"] | None,
-        _help(
+        Option(
             "For --tune: ranks whose idle time a frozen encoder may use: none, the first stage's,"
             " or any, which then holds a copy of it and decodes images. Default: own, if the first"
             " stage has all of it."
         ),
     ] = None
-    effort: Annotated[int, _help("For --tune: limit of the search for an order.")] = 20_000
-    state: Annotated[Path | None, _help("Folder to save in, and to resume from.")] = None
-    save_every: Annotated[int, _help("Steps between two saves.", min_value=1)] = 10
-    export: Annotated[Path | None, _help("Folder for the trained model of transformers.")] = None
-    figures: Annotated[Path | None, _help("File for each step's figures, lines of JSON.")] = None
+    effort: Annotated[
+        int, Option("For --tune: limit of the search for an order. Default: 20,000.")
+    ] = 20_000
+    eval: Annotated[str | None, Option("Build whose loss is reported: each sample once.")] = None
+    eval_every: Annotated[
+        int | None, Option("Steps between two evaluations. Default: only after --steps.", min=1)
+    ] = None
+    state: Annotated[Path | None, Option("Folder to save in, and to resume from.")] = None
+    save_every: Annotated[int, Option("Steps between two saves. Default: 10.", min=1)] = 10
+    export: Annotated[
+        Path | None, Option("Folder for the trained model of transformers, or its adapters.")
+    ] = None
+    figures: Annotated[Path | None, Option("File for each step's figures, lines of JSON.")] = None
     log_to: Annotated[
         str | None,
-        _help("tensorboard, wandb, mlflow or trackio, as of a loader (docs/load/metrics.md)."),
+        Option("tensorboard, wandb, mlflow or trackio, as of a loader (docs/load/metrics.md)."),
     ] = None
-    trace: Annotated[Path | None, _help("File for the last step, for ui.perfetto.dev.")] = None
+    trace: Annotated[Path | None, Option("File for the last step, for ui.perfetto.dev.")] = None
+    dry_run: Annotated[
+        bool, Option("Print memory and time as planned, for no data and no weights are read.")
+    ] = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        RunConfig.__post_init__(self)
+        OptimizerOptions.__post_init__(self)
+        LoraOptions.__post_init__(self)
         _check_gib("--reserve-gib", self.reserve_gib)
-        if not 0 <= self.lr <= MOST_LR:
-            raise ConfigError(f"--lr {self.lr}: give a learning rate from 0 to {MOST_LR:g}")
-        if not self.clip > 0:
-            raise ConfigError(f"--clip {self.clip}: give a norm above 0, or inf for no limit")
-        unknown = [part for part in self.freeze or () if part not in PARTS]
+        unknown = [part for part in self.freeze if part not in PARTS]
         if unknown:
             raise ConfigError(f"--freeze {unknown[0]!r}: give one of {', '.join(PARTS)}")
         if self.borders is not None:
             _numbers("--borders", self.borders)
+        if self.eval_every is not None and self.eval is None:
+            raise ConfigError("--eval-every needs --eval: the build to evaluate on")
+        if self.merge and self.export is None:
+            raise ConfigError("--merge is for --export: give its folder")
         self._check_adapt_and_tune()
 
     def _check_adapt_and_tune(self) -> None:

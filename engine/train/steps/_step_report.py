@@ -19,6 +19,8 @@ from isobatch.engine.tuning.step_planner import StepNote
 MIB = 2**20
 LOGGED = {
     "loss": "loss",
+    "lr": "lr",
+    "eval_loss": "eval_loss",
     "waiting": "waiting_pipeline",
     "passes_s": "passes_s",
     "peak_mib": "peak_mib",
@@ -33,6 +35,8 @@ class StepMeasurement:
     step: int
     batches: SourceStep
     result: StepResult
+    lr: float
+    """Learning rate, of parts without one of their own."""
     seconds: float
     peak_bytes: int | None
     """Peak memory of its GPU."""
@@ -70,6 +74,7 @@ def gather_figures(measurement: StepMeasurement, num_ranks: int) -> dict[str, fl
         # mean over the step's labels, whatever its losses were divided by
         "loss": measurement.batches[0].loss_normalizer
         * float(all_of["loss"].sum() / max(1.0, all_of["labels"].sum())),
+        "lr": measurement.lr,
         "seconds": measurement.seconds,
         "tokens": int(all_of["tokens"].sum()) // num_ranks,
         "micro_batches": int(all_of["micro_batches"].sum()) // num_ranks,
@@ -100,9 +105,11 @@ def _label_weights(batch: Batch) -> float:
 def report_step(figures: dict[str, float], log: Path | None) -> None:
     """Print a line, and append one of JSON to `log`. DataError if that fails."""
     memory = f"  memory {figures['peak_mib']:,.0f} MiB" if figures["peak_mib"] else ""
+    evaluated = f"  eval loss {figures['eval_loss']:.4f}" if "eval_loss" in figures else ""
     print(
-        f"step {figures['step']:4d}  loss {figures['loss']:.4f}  tokens {figures['tokens']:6d}  "
-        f"{1000 * figures['seconds']:6.0f} ms  waiting {figures['waiting']:5.1%}  "
+        f"step {figures['step']:4d}  loss {figures['loss']:.4f}{evaluated}  "
+        f"tokens {figures['tokens']:6d}  {1000 * figures['seconds']:6.0f} ms  "
+        f"waiting {figures['waiting']:5.1%}  "
         f"dist ratio {figures['dist_ratio_vit']:.2%} {figures['dist_ratio_llm']:.2%}"
         f"{memory}{_tuning_text(figures)}",
         flush=True,

@@ -20,12 +20,12 @@ from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.profiling.recompute_trials import AdaptOptions, adapt_running
 from isobatch.engine.runtime.stage_executor import StepResult
 from isobatch.engine.runtime.stage_io import Batch
-from isobatch.engine.train.config import GIB, ONE_STAGE, TrainConfig
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.layout import Layout
 from isobatch.engine.train.models.open_model import PipelineModel
+from isobatch.engine.train.options.config import GIB, ONE_STAGE, TrainConfig
 from isobatch.engine.train.step_source import SourceStep
-from isobatch.engine.train.step_tuning import costs_of, read_model_profile
+from isobatch.engine.train.steps.step_tuning import costs_of, read_model_profile
 
 MIB = 2**20
 MOST_STEPS = 3

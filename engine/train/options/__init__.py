@@ -1,0 +1,1 @@
+"""Options of `python -m engine train` and `measure`, by subject."""

@@ -1,0 +1,1 @@
+"""What happens around a training step: tuning, recomputation, evaluation, figures."""
