@@ -18,9 +18,9 @@ from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.models.folder.files import quiet_hub
 from isobatch.models.presets import DatasetPreset, load_dataset
-from isobatch.packer.sources.base import Located, Source, has_file
+from isobatch.packer.sources.base import Located, has_file
 from isobatch.packer.sources.columns import Columns, named_columns, require_columns
-from isobatch.packer.sources.detect import choose_split, locate, open_located
+from isobatch.packer.sources.detect import Part, locate, open_located
 from isobatch.packer.sources.hub import parse_hub_id
 from isobatch.packer.sources.mixture import (
     is_meta,
@@ -44,25 +44,6 @@ DEMO = "demo"
 OWN_SITE = "its own site"
 SHARE_KEYS = ("weight", "repeat", "limit")
 """What a mixture says about how much of a part goes in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One raw dataset, and how much of it goes into the mixture."""
-
-    name: str
-    located: Located
-    data_root: str
-    """Folder or URI that the paths of images and audio files are relative to."""
-    weight: float | None = None
-    """Share of the mixture's samples, relative to the other parts' weights."""
-    repeat: float = 1.0
-    """Times that each sample goes in, without weights: 2.5 is twice, and half of them a third."""
-    limit: int | None = None
-
-    def open(self) -> Source:
-        """The source that reads it."""
-        return open_located(self.located, self.name, self.data_root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +176,7 @@ def _has_share(part: Part) -> bool:
 
 def _metadataset(place: str, data_root: str | None) -> Dataset:
     """A mixture that a YAML file of Energon's describes."""
-    parts = [
-        Part(
-            name=one.name,
-            located=one.located,
-            data_root=one.data_root,
-            weight=one.weight,
-            repeat=one.repeat,
-        )
-        for one in read_metadataset(place, choose_split, data_root)
-    ]
+    parts = read_metadataset(place, data_root)
     name = PurePosixPath(split_of_place(place)[0]).stem
     return Dataset(name=name, parts=tuple(_numbered(_told_apart(parts, ()))))
 
