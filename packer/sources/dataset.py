@@ -305,41 +305,27 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
 # --- the datasets known by name ---
 
 
-@dataclass(frozen=True, slots=True)
-class KnownDataset:
-    """A dataset that `--dataset` accepts by name."""
-
-    name: str
-    description: str
-    needs: tuple[tuple[str, str], ...]
-    """Files and folders under the data root, and where to get them."""
-
-
-def list_datasets() -> list[KnownDataset]:
-    """The generated demo, then the shipped presets in alphabetic order."""
-    demo = KnownDataset(DEMO, "A small generated dataset with images, to try everything out", ())
-    return [demo, *map(_known, preset_names("datasets"))]
-
-
 def print_datasets(console: Console) -> None:
     """A table of the known datasets."""
     heading = "what it is, and what it needs under --data-root"
     table = Table("name", heading, box=None, pad_edge=False)
-    for dataset in list_datasets():
-        needs = [
-            f"  [bold]{foreign(place)}[/]: {foreign(origin)}" for place, origin in dataset.needs
-        ]
-        lines = [foreign(dataset.description), *needs]
-        table.add_row(f"[bold]{foreign(dataset.name)}[/]", "\n".join(lines))
+    table.add_row(
+        f"[bold]{DEMO}[/]", "A small generated dataset with images, to try everything out"
+    )
+    for name in preset_names("datasets"):
+        description, needs = describe_known(name)
+        lines = [f"  [bold]{foreign(place)}[/]: {foreign(origin)}" for place, origin in needs]
+        table.add_row(f"[bold]{foreign(name)}[/]", "\n".join([foreign(description), *lines]))
     console.print(table, highlight=False)
 
 
-def _known(name: str) -> KnownDataset:
+def describe_known(name: str) -> tuple[str, list[tuple[str, str]]]:
+    """What a known dataset is; its files and folders under the data root, and where to get them."""
     if is_mixture(name):
         mixture = read_mixture(name)
         needs = [(" and ".join(part.places), part.download) for part in mixture.datasets]
-        return KnownDataset(name, mixture.description, tuple(needs))
+        return mixture.description, needs
     preset = load_dataset(name)
     annotations = f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else OWN_SITE
-    folders = ((folder, preset.downloads.get(folder, OWN_SITE)) for folder in preset.image_folders)
-    return KnownDataset(name, preset.description, ((preset.annotations, annotations), *folders))
+    folders = [(folder, preset.downloads.get(folder, OWN_SITE)) for folder in preset.image_folders]
+    return preset.description, [(preset.annotations, annotations), *folders]
