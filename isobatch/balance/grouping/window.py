@@ -62,7 +62,5 @@ def load_kernels() -> None:
 
 def planned_order(groups: Groups, over: IntArray, *, seed: int, place: tuple[int, int]) -> Groups:
     """A window's groups, and each sample `over` a cap as a group, in random order."""
-    sizes = np.concatenate([groups.sizes, np.ones(len(over), np.int64)])
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    all_groups = Groups(np.concatenate([groups.samples, over]), offsets)
+    all_groups = Groups.joined([groups, Groups(over, np.arange(len(over) + 1))])
     return all_groups.take(random_permutation(len(all_groups), seed, PLANNED, *place))

@@ -250,12 +250,7 @@ def _value(name: str, encoding: str, place: _Place) -> tuple[str, Any]:
     value: Any
     if encoding in _LISTS:
         value = _files(encoding, place)
-    elif (
-        encoding == "bytes"
-        and name not in _MEDIA_KEYS
-        # no file by its first bytes, so it may be a text
-        and kind_of_content(place.read(HEAD_BYTES)) is None
-    ):
+    elif encoding == "bytes" and name not in _MEDIA_KEYS and not _is_media(place):
         value = place.read().decode("utf-8", "surrogateescape")
     elif encoding in _FILES:
         value = _file(encoding, place)
@@ -270,6 +265,11 @@ def _value(name: str, encoding: str, place: _Place) -> tuple[str, Any]:
     else:
         return f".{name}", f"{encoding}, {place.size:,} bytes"
     return name, value
+
+
+def _is_media(place: _Place) -> bool:
+    """Whether bytes are a file, by the first of them; else they may be a text."""
+    return kind_of_content(place.read(HEAD_BYTES)) is not None
 
 
 def _file(encoding: str, place: _Place) -> Media:
