@@ -44,11 +44,7 @@ def require_multiple(pad_each_to: int, max_tokens: int | None, name: str) -> Non
 
 
 def index_dtype(count: int) -> type[np.signedinteger[Any]]:
-    """The narrower of int32 and int64 that holds `count` and all numbers below it.
-
-    >>> [np.dtype(index_dtype(count)).name for count in (100, 2**31 - 1, 2**31)]
-    ['int32', 'int32', 'int64']
-    """
+    """The narrower of int32 and int64 that holds `count` and all numbers below it."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 

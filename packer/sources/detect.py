@@ -263,11 +263,7 @@ def _are_shards(names: Sequence[str]) -> bool:
 
 
 def split_of(name: str) -> str:
-    """The split of a file; empty if its name does not tell.
-
-    >>> split_of("data/train-00000-of-00003.parquet"), split_of("default/test/0000.parquet")
-    ('train', 'test')
-    """
+    """The split of a file; empty if its name does not tell."""
     path = PurePosixPath(name)
     match = _NUMBERED.fullmatch(path.name) or _NAMED.match(path.name) or _CONVERTED.fullmatch(name)
     if match:

@@ -112,11 +112,7 @@ def step_counts(
 
 
 def whole_counts(targets: IntArray, available: IntArray, count: int, unit: int = UNIT) -> IntArray:
-    """Whole numbers of groups nearest to the targets, in units, together `count`, int64.
-
-    >>> whole_counts(np.array([5, 3]) * UNIT // 2, np.array([9, 1]), 4).tolist()
-    [3, 1]
-    """
+    """Whole numbers of groups nearest to the targets, in units, together `count`, int64."""
     counts = np.clip(targets // unit, 0, available)
     while (lacking := count - int(counts.sum())) != 0:
         sign = 1 if lacking > 0 else -1
@@ -174,11 +170,7 @@ class _StepCosts:
 
 
 def entropy(samples: IntArray) -> IntArray:
-    """Entropy of numbers of samples (steps, sources), in UNITs of a bit, int64, (steps,).
-
-    >>> entropy(np.array([[2, 2], [4, 0]])).tolist() == [UNIT, 0]
-    True
-    """
+    """Entropy of numbers of samples (steps, sources), in UNITs of a bit, int64, (steps,)."""
     total = np.maximum(1, samples.sum(axis=1))
     within = (samples * (_log2(samples) >> 4)).sum(axis=1) // total * 16
     return np.asarray(_log2(total) - within, np.int64)
