@@ -182,7 +182,9 @@ def order_step(folder: Path, options: argparse.Namespace) -> Callable[[], object
     order = GlobalShuffle(num_groups=len(index), seed=0, epoch=0, balance=DEFAULT_BALANCE)
 
     def loads(groups: IntArray) -> tuple[IntArray, IntArray]:
-        return index.column("num_image_patches", groups), index.seq_len(groups)
+        kinds = ("image", "text", "audio")
+        tokens = sum(index.column(f"num_{kind}_tokens", groups) for kind in kinds)
+        return index.column("num_image_patches", groups), tokens
 
     def step() -> object:
         return order.take_step(LARGE_DP, LARGE_MICRO_BATCHES, loads)

@@ -21,7 +21,8 @@ from isobatch.counting.text.chat_tokenizer import ChatTokenizer
 from isobatch.models.presets import ModelPreset, model_to_dict
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.partitions.partition import PackedPartition
-from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset, Part
+from isobatch.packer.sources.dataset import SHARE_KEYS, Dataset
+from isobatch.packer.sources.detect import Part
 from isobatch.packer.write.energon_files import META, write_energon_files
 from isobatch.shards.folders import absolute, open_folder
 from isobatch.shards.index import IDS_NAME, INDEX_NAME, find_batches

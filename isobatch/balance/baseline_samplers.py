@@ -89,9 +89,6 @@ def packed_batches(lengths: IntArray, cap: int, seed: int) -> Groups:
     """Groups as trainers pack: a permutation, cut wherever the next sample would exceed `cap`.
 
     By length alone, so that vision is as uneven as it comes. A sample above the cap is alone.
-
-    >>> packed_batches(np.array([3, 3, 3, 9]), 6, seed=0).sizes.tolist()
-    [2, 1, 1]
     """
     order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int64)
     ends = np.cumsum(lengths[order])
@@ -107,9 +104,6 @@ def best_fit_batches(lengths: IntArray, cap: int, seed: int, block: int = 1_000)
     """Groups as trainers pack that look for room: best-fit decreasing in blocks of a permutation.
 
     By length alone. The groups are shuffled. A sample above the cap is alone.
-
-    >>> sorted(best_fit_batches(np.array([4, 2, 5, 1, 9]), 6, seed=0).sizes.tolist())
-    [1, 2, 2]
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(lengths)).astype(np.int64)

@@ -3,6 +3,7 @@
 Arrays only, one entry per sample or per group, so that a billion samples stay a few columns.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -43,11 +44,7 @@ def require_multiple(pad_each_to: int, max_tokens: int | None, name: str) -> Non
 
 
 def index_dtype(count: int) -> type[np.signedinteger[Any]]:
-    """The narrower of int32 and int64 that holds `count` and all numbers below it.
-
-    >>> [np.dtype(index_dtype(count)).name for count in (100, 2**31 - 1, 2**31)]
-    ['int32', 'int32', 'int64']
-    """
+    """The narrower of int32 and int64 that holds `count` and all numbers below it."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
@@ -178,6 +175,13 @@ class Groups:
             running = np.concatenate([[0], running])[ends - ends[0]]
             sums[first : first + CHUNK] = np.diff(running)
         return sums
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Groups]") -> "Groups":
+        """The groups of all parts, one part after the other."""
+        sizes = np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)])
+        samples = np.concatenate([np.empty(0, np.int64), *(part.samples for part in parts)])
+        return cls(samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
     def take(self, groups: IntArray) -> "Groups":
         """The groups at `groups`, in that order.

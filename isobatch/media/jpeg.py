@@ -45,8 +45,6 @@ def plain_jpeg_size(content: memoryview) -> tuple[int, int] | None:
     """(width, height) of a grey or three-channel JPEG without orientation or further images.
 
     Else None. Reads the segments before the first scan, which must follow each other exactly.
-
-    >>> plain_jpeg_size(memoryview(b"GIF89a"))
     """
     frames: list[memoryview] = []
     for marker, at, length in _segments(content):

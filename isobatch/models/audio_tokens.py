@@ -109,12 +109,6 @@ def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPl
     The last frame and encoder token may be incomplete, as Whisper's attention mask counts them.
     Raises AudioRejected: `empty_audio` for a clip without samples, or too short for one token,
     `long_audio` for one that the model's processor would cut off.
-
-    >>> plan = plan_audio(AudioRule(downsample=2), 8_000 * 31, 8_000)
-    >>> plan.num_samples, plan.num_windows, plan.num_frames
-    (496000, 2, 3100)
-    >>> plan.num_encoder_tokens, plan.num_audio_tokens
-    (1550, 775)
     """
     length = resampled_length(rule, num_samples, sampling_rate)
     return plan_clip(rule, length, length)

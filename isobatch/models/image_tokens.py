@@ -20,11 +20,6 @@ def plan_image(rule: VisionRule, width: int, height: int, images_in_sample: int 
 
     Raises ImageRejected where the model's processor would refuse the image: a side without pixels
     (`empty_image`), or a shape too long for the rule (`aspect_ratio`).
-
-    >>> from isobatch.models.presets import load_model
-    >>> plan = plan_image(load_model("internvl_1_5").vision, 1280, 720)
-    >>> plan.columns, plan.rows, plan.num_patches, plan.num_image_tokens
-    (4, 2, 9, 2304)
     """
     return _plan(rule, width, height, images_in_sample if rule.looks_at_sample else 1)
 

@@ -20,12 +20,6 @@ def plan_video(rule: VideoRule, facts: VideoFacts) -> VideoPlan:
     Raises VideoRejected where the model's processor would refuse the video: no frames or a side
     without pixels (`empty_video`), no rate (`frame_rate`), fewer frames than the model needs
     (`short_video`), or a shape too long for the rule (`aspect_ratio`).
-
-    >>> from isobatch.models.presets import load_model
-    >>> rule = load_model("qwen3_vl").video
-    >>> plan = plan_video(rule, VideoFacts(640, 360, 90, 30.0))
-    >>> plan.frame_indices, plan.num_patches, (plan.rows, plan.columns), plan.num_image_tokens
-    ((0, 18, 36, 53, 71, 89), 3, (22, 40), 660)
     """
     if min(facts[:3]) < 1:
         size = f"{facts.width} x {facts.height} pixels"

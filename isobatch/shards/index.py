@@ -147,7 +147,11 @@ class IndexPart:
         shard = self.file.to_json() if self.file else {}
         metadata = {"rejected": json.dumps(self.lost), "shard": json.dumps(shard)}
         table = pa.concat_tables([self._schema.empty_table(), *self.rows]).combine_chunks()
-        _write(table.replace_schema_metadata(metadata), path)
+        table = table.replace_schema_metadata(metadata)
+        temporary = path.with_suffix(".tmp")
+        with pa.ipc.new_file(temporary, table.schema) as writer:
+            writer.write_table(table)
+        temporary.replace(path)
 
 
 def read_lost(part: Path) -> list[LostSample]:
@@ -310,14 +314,6 @@ def find_batches(path: Path) -> tuple[BatchRange, ...]:
         batches.append(BatchRange(offset=start, length=length, checksum=checksum))
 
 
-def _write(table: pa.Table, path: Path, batch_rows: int | None = None) -> None:
-    """Write an IPC file, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with pa.ipc.new_file(temporary, table.schema) as writer:
-        writer.write_table(table, max_chunksize=batch_rows)
-    temporary.replace(path)
-
-
 # --- reading ---
 
 
@@ -454,13 +450,6 @@ class GroupIndex:
             whole, starts = self._whole(name, batches)
             values[first : first + CHUNK] = whole[starts[batches] + part - batches * BATCH_ROWS]
         return values
-
-    def seq_len(self, groups: IntArray) -> IntArray:
-        """LLM tokens of `groups`, int64, same shape."""
-        image, text, audio = (
-            self.column(f"num_{kind}_tokens", groups) for kind in ("image", "text", "audio")
-        )
-        return image + text + audio
 
     def row(self, group: int, *names: str) -> tuple[int, ...]:
         """Integer columns of one group."""

@@ -167,13 +167,6 @@ class SampleTable:
             self._padded_texts[multiple] = texts
         return self._padded_texts[multiple]
 
-    def seq_len(self, samples: IntArray) -> IntArray:
-        """LLM tokens of `samples`, int64, same shape."""
-        image, text, audio = (
-            self.column(f"num_{kind}_tokens", samples) for kind in ("image", "text", "audio")
-        )
-        return image + text + audio
-
 
 def read_samples(
     manifest: Manifest, index: GroupIndex, open_file: OpenFile | None = None

@@ -144,7 +144,7 @@ def titan_batch(
         check_media(row.media, _MEDIA, "TorchTitan")
     inputs: dict[str, Any] = {
         "input": torch.stack([row.input_ids for row in rows]),
-        "positions": torch.stack([_positions(row) for row in rows]),
+        "positions": torch.stack([row.position_ids * row.is_token for row in rows]),
         "special_tokens": dict(special),
     }
     for suffix, grids_name in (("", "image_grid_thw"), ("_videos", "video_grid_thw")):
@@ -181,10 +181,6 @@ def special_tokens(model: Any, tokenizer: Any) -> dict[str, int]:
         if token_id is not None:
             special[f"{name}_id"] = token_id
     return special
-
-
-def _positions(row: PackedBatch) -> Tensor:
-    return torch.where(_is_filling(row), 0, row.position_ids)
 
 
 def _mrope(row: PackedBatch) -> Tensor:

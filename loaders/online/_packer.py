@@ -29,7 +29,6 @@ from isobatch.packer.count.record_table import RecordTable, read_records
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.columns import Columns, named_columns
-from isobatch.packer.sources.dataset import Dataset
 from isobatch.shards.folders import is_uri
 from isobatch.shards.manifest import is_complete
 
@@ -49,6 +48,12 @@ __all__ = [
 
 CHUNK_RECORDS = 256
 """Records that are counted at once: few, because each may have images of some megabytes."""
+
+_OF_BUILDS_TOO = (
+    *("model", "chat_template", "template_date", "data_root", "keep_columns", "choices"),
+    *("answers", "unknown_marks", "max_vision", "pad_each_to", "max_rejected"),
+)
+"""Options that `packer build` has by the same names."""
 
 Counted = Mapping[int, tuple[CountedRecords, int]]
 """Record of the dataset -> its row among those counted."""
@@ -83,20 +88,13 @@ def renaming_of(columns: Mapping[str, str] | None) -> Columns | None:
     return named_columns((columns or {}).items())
 
 
-def find_records(  # noqa: PLR0913 - as of `PackingConfig`
-    place: str,
-    data_root: str | None,
-    keep_columns: tuple[str, ...],
-    *,
-    columns: Mapping[str, str] | None = None,
-    all_columns: bool,
-    seed: int,
-    shows: bool,
-) -> RecordTable:
+def find_records(place: str, packing: PackingConfig, seed: int, *, shows: bool) -> RecordTable:
     """The records of what `packer build --dataset` takes, indexed; `shows` progress."""
-    keep = (*keep_columns, ALL_COLUMNS) if all_columns else keep_columns
+    # a function of the user's may read any column
+    keep = (*packing.keep_columns, *[ALL_COLUMNS] * (packing.transform is not None))
     progress = StageProgress(messages) if shows else StageProgress()
-    return read_records(place, data_root, keep, seed, progress, column_texts(columns))
+    columns = column_texts(packing.columns)
+    return read_records(place, packing.data_root, keep, seed, progress, columns)
 
 
 def column_texts(columns: Mapping[str, str] | None) -> tuple[str, ...]:
@@ -136,6 +134,14 @@ def save_build(
     Tokens and files' places of samples that this process measured are taken from memory as far as
     they are still there; others are read and tokenised again, since lengths alone make no shard.
     """
+    from isobatch.packer.build import Builder  # noqa: PLC0415  loads what reports need
+    from isobatch.packer.count.counted_samples import (  # noqa: PLC0415
+        CountedSamples,
+        dataset_in_memory,
+    )
+    from isobatch.packer.report.figures import make_report  # noqa: PLC0415
+    from isobatch.packer.upload import save_html  # noqa: PLC0415
+
     if packing.encode is not None or packing.processor is not None:
         raise ConfigError("save_build writes what `packer build` would; use model= and tokenizer=")
     places = records.places
@@ -149,32 +155,27 @@ def save_build(
         }
         sizes = places.part_sizes
     total = sum(sizes)
-    _write_build(
-        {
-            "out": out,
-            "model": packing.model,
-            "tokenizer": counter.tokenizer_source,
-            "chat_template": packing.chat_template,
-            "template_date": packing.template_date,
-            "data_root": packing.data_root,
-            "keep_columns": packing.keep_columns,
-            "columns": column_texts(packing.columns),
-            "choices": packing.choices,
-            "answers": packing.answers,
-            "unknown_marks": packing.unknown_marks,
-            "max_seq_len": packing.max_tokens,
-            "max_vision": packing.max_vision,
-            "pad_each_to": packing.pad_each_to,
-            "max_rejected": packing.max_rejected,
-            "seed": seed,
-            "workers": 1,
-        },
-        None if places is None else places.dataset,
-        sizes,
-        _chunks(records, counter, counted, sizes),
-        f"{len(counted):,} of {total:,} samples are counted and in memory; the other "
+    dataset = dataset_in_memory(MEMORY_SOURCE) if places is None else places.dataset
+    samples = CountedSamples(
+        dataset=dataset,
+        part_sizes=sizes,
+        chunks=_chunks(records, counter, counted, sizes),
+        note=f"{len(counted):,} of {total:,} samples are counted and in memory; the other "
         f"{total - len(counted):,} are read and tokenised now",
     )
+    config = BuildConfig(
+        dataset=dataset.name,
+        out=out,
+        tokenizer=counter.tokenizer_source,
+        columns=column_texts(packing.columns),
+        max_seq_len=packing.max_tokens,
+        seed=seed,
+        workers=1,
+        **{name: getattr(packing, name) for name in _OF_BUILDS_TOO},
+    )
+    Builder(config, StageProgress(messages), samples).build(overwrite=True)
+    if not is_uri(config.out):  # at a URI the build has written it
+        save_html(make_report(config.out), config.out)
 
 
 def require_place(out: str, *, overwrite: bool) -> None:
@@ -205,29 +206,3 @@ def _chunks(
             blobs |= new
         order = np.argsort(np.concatenate([rows[is_counted], rows[~is_counted]]))
         yield pa.concat_batches(tables).take(pa.array(order)), blobs
-
-
-def _write_build(
-    options: dict[str, Any],
-    dataset: Dataset | None,
-    part_sizes: list[int],
-    chunks: Iterator[tuple[pa.RecordBatch, dict[str, bytes]]],
-    note: str,
-) -> None:
-    """Write the build of a dataset, None for one in memory; `options` of `BuildConfig`.
-
-    `chunks` are its records, staged, as `CountedSamples` describes them.
-    """
-    from isobatch.packer.build import Builder  # noqa: PLC0415  loads what reports need
-    from isobatch.packer.count import counted_samples  # noqa: PLC0415
-    from isobatch.packer.report.figures import make_report  # noqa: PLC0415
-    from isobatch.packer.upload import save_html  # noqa: PLC0415
-
-    dataset = dataset or counted_samples.dataset_in_memory(MEMORY_SOURCE)
-    samples = counted_samples.CountedSamples(
-        dataset=dataset, part_sizes=part_sizes, chunks=chunks, note=note
-    )
-    config = BuildConfig(dataset=dataset.name, **options)
-    Builder(config, StageProgress(messages), samples).build(overwrite=True)
-    if not is_uri(config.out):  # at a URI the build has written it
-        save_html(make_report(config.out), config.out)

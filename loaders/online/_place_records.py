@@ -76,15 +76,7 @@ def open_records(
         raise ConfigError(f"dataset {dataset}: encode= is for records in memory; give a list")
     if not str(dataset).strip():
         raise ConfigError("dataset is empty; give a dataset, or the name or place of one")
-    places = find_records(
-        str(dataset),
-        packing.data_root,
-        packing.keep_columns,
-        columns=packing.columns,
-        all_columns=packing.transform is not None,
-        seed=config.seed,
-        shows=shows,
-    )
+    places = find_records(str(dataset), packing, config.seed, shows=shows)
     return PlaceRecords(places, packing.transform)
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ from isobatch.loaders.online._length_table import (
     USABLE,
     LengthTable,
 )
+from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.ranks.exchange import RankExchange
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import ModelPreset
@@ -59,15 +60,8 @@ class Measure(Protocol):
 class LengthOptions:
     """How samples are measured and which are rejected."""
 
-    max_tokens: int | None
-    max_vision: int | None
-    max_rejected: float
-    """Largest share of unusable samples to accept."""
+    packing: PackingConfig
     seed: int
-    min_measured: int
-    """Samples that are measured before that share is looked at."""
-    packing: bool = True
-    pad_each_to: int = 1
     is_alone: bool = True
     """Whether no other rank plans the same windows."""
     tells: bool = True
@@ -108,7 +102,9 @@ class SampleLengths:
         """Without `exchange` this rank measures all samples."""
         self._counter, self._measure = counter, measure
         self._table = table
-        self._exchange, self._options, self._min_measured = exchange, options, options.min_measured
+        self._exchange, self._options, self._packing = exchange, options, options.packing
+        self._min_measured = self._packing.window
+        """Samples that are measured before their share of unusable ones is looked at."""
         self._rank = 0 if exchange is None else exchange.rank
         self._lock = threading.Lock()
         self.explained: list[str] = []
@@ -193,7 +189,7 @@ class SampleLengths:
         has_images = (limits.vision_load(counts) > 0) & (
             limits.llm_load(counts) <= limits.max_seq_len
         )
-        if self._options.max_vision is not None or not has_images.any():
+        if self._packing.max_vision is not None or not has_images.any():
             return limits
         before = self.explained
         limits = self.choose_limits(samples[has_images], as_before=limits.max_seq_len)
@@ -201,39 +197,39 @@ class SampleLengths:
         return limits
 
     def choose_limits(self, samples: IntArray, as_before: int | None = None) -> Limits:
-        """Caps, chosen by these samples as far as they are not given, here or by the options.
+        """Caps, chosen by these samples as far as they are not given, here or by the user.
 
         `as_before`: tokens that were chosen before.
         """
-        options, model = self._options, self._counter.model
-        options = replace(options, max_tokens=as_before or options.max_tokens)
+        packing, model = self._packing, self._counter.model
+        max_tokens, max_vision = as_before or packing.max_tokens, packing.max_vision
         names = CapNames(
             given_tokens="your max_tokens" if as_before is None else "as before",
             larger_tokens="max_tokens={}",
         )
-        if options.max_tokens is not None and options.max_vision is not None:
-            max_length = model.context_len if options.packing else options.max_tokens
-            caps = min(options.max_tokens, max_length), options.max_vision
+        if max_tokens is not None and max_vision is not None:
+            max_length = model.context_len if packing.packing else max_tokens
+            caps = min(max_tokens, max_length), max_vision
             return Limits(
                 max_seq_len=caps[0],
                 max_vision=caps[1],
                 min_seq_len=caps[0],
                 min_vision=caps[1],
                 vision_unit=model.vision_unit,
-                pad_each_to=options.pad_each_to,
+                pad_each_to=packing.pad_each_to,
             )
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
-        if not options.packing:
-            padded = self._padded_limits(counts, options)
+        if not packing.packing:
+            padded = self._padded_limits(counts, max_tokens)
             self.explained = padded_lines(padded, names)
             return padded.limits
         choice = choose_limits(
             counts,
             GroupOptions(
-                seed=options.seed,
-                max_seq_len=options.max_tokens,
-                max_vision=options.max_vision,
-                pad_each_to=options.pad_each_to,
+                seed=self._options.seed,
+                max_seq_len=max_tokens,
+                max_vision=max_vision,
+                pad_each_to=packing.pad_each_to,
             ),
             vision_unit=model.vision_unit,
             context_len=model.context_len,
@@ -242,15 +238,15 @@ class SampleLengths:
         self.explained = cap_lines(choice, names)
         return choice.limits
 
-    def _padded_limits(self, counts: Counts, options: LengthOptions) -> PaddedChoice:
+    def _padded_limits(self, counts: Counts, max_tokens: int | None) -> PaddedChoice:
         """Caps of padded batches, chosen by the samples that are within those that are given."""
         from isobatch.balance.grouping.padded import choose_padded_limits  # noqa: PLC0415  compiles
 
-        model = self._counter.model
-        max_length = min(options.max_tokens or model.context_len, model.context_len)
+        model, max_vision = self._counter.model, self._packing.max_vision
+        max_length = min(max_tokens or model.context_len, model.context_len)
         vision, fits = getattr(counts, f"num_{model.vision_unit}"), counts.seq_len <= max_length
-        if options.max_vision is not None:
-            fits &= vision <= options.max_vision
+        if max_vision is not None:
+            fits &= vision <= max_vision
         if not fits.any():
             raise DataError(
                 f"all of the first {len(fits):,} samples are over {max_length:,} tokens or over "
@@ -259,8 +255,8 @@ class SampleLengths:
         return choose_padded_limits(
             vision[fits],
             counts.seq_len[fits],
-            max_tokens=options.max_tokens,
-            max_vision=options.max_vision,
+            max_tokens=max_tokens,
+            max_vision=max_vision,
             vision_unit=model.vision_unit,
         )
 
@@ -285,18 +281,18 @@ class SampleLengths:
     def _capped(self, samples: IntArray) -> list[tuple[IntArray, str, str, int]]:
         """For each cap that is given: the samples' loads, the reason, the unit and the cap."""
         counts = Counts(**{name: self.column(name, samples) for name in COUNT_COLUMNS})
-        model, options = self._counter.model, self._options
-        max_length = min(model.context_len, options.max_tokens or model.context_len)
-        tokens = counts.padded(options.pad_each_to).seq_len
+        model, packing = self._counter.model, self._packing
+        max_length = min(model.context_len, packing.max_tokens or model.context_len)
+        tokens = counts.padded(packing.pad_each_to).seq_len
         name = "tokens"
-        if options.pad_each_to > 1:
-            name = f"tokens with padding to a multiple of {options.pad_each_to}"
+        if packing.pad_each_to > 1:
+            name = f"tokens with padding to a multiple of {packing.pad_each_to}"
         capped = [(tokens, "longer_than_max_seq_len", name, max_length)]
-        if options.max_vision is not None:
+        if packing.max_vision is not None:
             unit = model.vision_unit
             loads = np.asarray(getattr(counts, f"num_{unit}"))
             name = unit.replace("_", " ")
-            capped.append((loads, "more_than_max_vision", name, options.max_vision))
+            capped.append((loads, "more_than_max_vision", name, packing.max_vision))
         return capped
 
     def _over(self, samples: IntArray) -> BoolArray:
@@ -412,7 +408,7 @@ class SampleLengths:
         rejected = [*self.rejected.values()]  # threads that read may add others
         reasons = Counter(sample.reason for sample in rejected)
         number = sum(count for reason, count in reasons.items() if reason not in BY_CHOICE)
-        max_share, measured = self._options.max_rejected, self.num_measured
+        max_share, measured = self._packing.max_rejected, self.num_measured
         if number > max_share * measured and measured >= min(self._min_measured, len(self)):
             listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(5))
             most_common = next(

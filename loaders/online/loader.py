@@ -108,16 +108,9 @@ class BalancedLoader(StepStream):
         self.video_token_id = counter.tokenizer.video_token_id
         self.audio_token_id = counter.tokenizer.audio_token_id
         self._records, self._is_leader = records, is_leader
+        is_alone = config.dp_world_size == 1
         options = LengthOptions(
-            max_tokens=packing.max_tokens,
-            max_vision=packing.max_vision,
-            max_rejected=packing.max_rejected,
-            seed=config.seed,
-            min_measured=packing.window,
-            packing=packing.packing,
-            pad_each_to=packing.pad_each_to,
-            is_alone=config.dp_world_size == 1,
-            tells=is_leader,
+            packing=packing, seed=config.seed, is_alone=is_alone, tells=is_leader
         )
         is_own, extras = packing.measure == "own", packing.keep_columns
         max_bytes = sys.maxsize if is_own else KEPT_BYTES

@@ -41,12 +41,6 @@ def find_difference(reports: Mapping[int, Mapping[str, str]]) -> str | None:
     """What is wrong with what ranks told of themselves, in one line; None if they agree.
 
     All fields must be equal but `dp_rank`, of which each below `dp_world_size` must be there.
-
-    >>> fields = {"dp_world_size": "2", "seed": "0"}
-    >>> find_difference({0: fields | {"dp_rank": "0"}, 1: fields | {"dp_rank": "1", "seed": "7"}})
-    'ranks disagree: seed is 0 on rank 0, 7 on rank 1; give every rank the same'
-    >>> find_difference({0: fields | {"dp_rank": "0"}, 1: fields | {"dp_rank": "0"}})
-    'no rank has dp_rank 1 of dp_world_size 2: its samples would be left out'
     """
     fields = {name: None for report in reports.values() for name in report if name != "dp_rank"}
     for name in fields:

@@ -29,11 +29,6 @@ def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list
     """The data-parallel dimensions of a mesh, in its order. ConfigError if that is not clear.
 
     "fsdp" and "ep", for example, may hold context parallelism, or not.
-
-    >>> data_dims(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), data_dims(["fsdp"])
-    (['dp_replicate', 'dp_shard'], ['fsdp'])
-    >>> data_dims(["replicate", "tp"], ["replicate"])
-    ['replicate']
     """
     known = ", ".join(names)
     if chosen is not None:

@@ -42,9 +42,6 @@ def object_bytes(value: Any) -> int:  # noqa: PLR0911 - one per kind of object
     """Bytes that an object takes on its way: its tensors, arrays, images, strings.
 
     ConfigError for a tensor on a GPU.
-
-    >>> object_bytes({"ids": np.zeros(4, np.int64), "path": "a.jpg", "size": (3, 4)})
-    80
     """
     if isinstance(value, Tensor):
         _check_on_cpu(value)

@@ -148,11 +148,6 @@ class MovePrediction:
         """Whether any sample changes its rank."""
         return self.moved_samples > 0
 
-    @property
-    def gain_ms(self) -> float:
-        """What the step gains, the exchange subtracted."""
-        return self.before_ms - self.after_ms - self.move_ms
-
     def __str__(self) -> str:
         what = f"step {self.before_ms:.1f} ms"
         bound = f"bound {self.bound_ms:.1f} ms"

@@ -418,14 +418,7 @@ def pack_chosen(build: PlannedBuild, chosen: BoolArray | None) -> Groups:
     vision, tokens = (load[rest] for load in loads)
     again = group_best_fit(vision, tokens, build.manifest.limits, seed=0)
     staying_groups = _restrict(stored, chosen & staying)
-    return join_groups([staying_groups, Groups(rest[again.samples], again.offsets)])
-
-
-def join_groups(parts: Sequence[Groups]) -> Groups:
-    """The groups of all parts, one part after the other."""
-    sizes = np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)])
-    samples = np.concatenate([np.empty(0, np.int64), *(part.samples for part in parts)])
-    return Groups(samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+    return Groups.joined([staying_groups, Groups(rest[again.samples], again.offsets)])
 
 
 def _restrict(groups: Groups, chosen: BoolArray) -> Groups:

@@ -17,7 +17,6 @@ from isobatch.loaders.steps.build_groups import (
     PlannedBuild,
     SampleGroups,
     choice_digest,
-    join_groups,
     pack_chosen,
 )
 from isobatch.loaders.steps.source import GroupSource, GroupTable
@@ -40,7 +39,7 @@ class StoredSource(GroupSource["StoredOrder"]):
             self.identity["samples"] = choice_digest(np.concatenate(chosen))
         firsts = np.cumsum([0, *(build.samples.offsets[-1] for build in builds)])
         parts = [pack_chosen(build, mask) for build, mask in zip(builds, masks, strict=True)]
-        self._groups = join_groups(
+        self._groups = Groups.joined(
             [
                 Groups(part.samples + first, part.offsets)
                 for part, first in zip(parts, firsts[:-1], strict=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from isobatch.balance.loss_weights import LossWeights
 from isobatch.balance.order.mixture import UNIT as GROUP_UNIT
-from isobatch.balance.order.mixture import figures_of, step_counts
+from isobatch.balance.order.mixture import figures_of, step_counts, whole_counts
 from isobatch.balance.order.step_order import (
     GlobalShuffle,
     LoadLookup,
@@ -323,14 +323,8 @@ class WeightedOrder:
         cannot give in whole groups is owed to the next ones, so shares hold over any few steps.
         """
         owed, expected = self._owed_with(count)
-        active = [part for part, share in enumerate(expected) if share]
-        counts = [max(0, debt // UNIT) for debt in owed]
-        while (missing := count - sum(counts)) != 0:
-            sign = 1 if missing > 0 else -1
-            open_to = [part for part in active if sign > 0 or counts[part]]
-            # the one that is furthest from what it is owed
-            part = max(open_to, key=lambda part: sign * (owed[part] - UNIT * counts[part]))
-            counts[part] += sign
+        available = np.where(np.array(expected) > 0, count, 0)
+        counts: list[int] = whole_counts(np.array(owed), available, count, UNIT).tolist()
         self._owed = [debt - UNIT * taken for debt, taken in zip(owed, counts, strict=True)]
         return counts
 

@@ -49,7 +49,8 @@ def checked_state(
     updated = _updated(state, expected)
     with suppress(KeyError, TypeError, ValueError):  # what is wrong with it is said below
         updated = adopted(updated)
-    is_before = _is_of_earlier_order(updated, expected)
+    # of the same form, and of the order that this one has replaced
+    is_before = (updated.get("order"), expected["order"]) in _EARLIER_ORDERS
     if is_before:
         updated = {**updated, "order": expected["order"]}
     _check_state(updated, expected)
@@ -60,11 +61,6 @@ def checked_state(
             stacklevel=2,
         )
     return updated
-
-
-def _is_of_earlier_order(state: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether a state of the same form is of the order that this one has replaced."""
-    return (state.get("order"), expected["order"]) in _EARLIER_ORDERS
 
 
 def _updated(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

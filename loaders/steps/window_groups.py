@@ -34,7 +34,6 @@ from isobatch.common.types import (
     Limits,
     padded_lengths,
 )
-from isobatch.loaders.steps.build_groups import join_groups
 from isobatch.loaders.steps.in_order import cut_groups, group_in_order
 from isobatch.loaders.steps.selection import SampleRefs, Selection
 from isobatch.loaders.steps.source import GroupTable
@@ -231,7 +230,7 @@ class PlannedGroups:
 
     def with_groups(self, groups: Groups, sums: dict[str, IntArray]) -> "PlannedGroups":
         """With more groups after these."""
-        joined = join_groups([self.groups, groups])
+        joined = Groups.joined([self.groups, groups])
         added = {name: np.concatenate([self.sums[name], sums[name]]) for name in sums}
         return PlannedGroups(self.first, joined, added)
 

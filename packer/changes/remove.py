@@ -315,13 +315,9 @@ class _Change:
         rejected = self._rejected.filter(pa.array(~self.is_gone_rejected))
         whole = self._groups.take(np.flatnonzero(~self._is_torn))
         again = [groups for groups, shard in self.plan if shard is None]
-        samples = [whole.samples, *(groups.samples for groups in again)]
-        sizes = [whole.sizes, *(groups.sizes for groups in again)]
+        joined = Groups.joined([whole, *again])
         new_row = np.cumsum(stays) - 1
-        groups = Groups(
-            new_row[np.concatenate(samples)],
-            np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64),
-        )
+        groups = Groups(new_row[joined.samples], joined.offsets)
         write_table(counts, folder / COUNTS_NAME)
         write_table(rejected, folder / REJECTED_NAME)
         write_table(groups_table(groups, counts_arrays(counts)), folder / GROUPS_NAME)

@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from isobatch.common.errors import DamagedShard, first_line
 from isobatch.common.types import IntArray
-from isobatch.packer.write.write_shards import index_part
+from isobatch.packer.write.write_shards import finish_shard, index_part, is_finished
 from isobatch.shards.arrow_shards import ArrowShardWriter, shard_schema, stored_rows
 from isobatch.shards.checksums import wrong_bytes
-from isobatch.shards.folders import Folder, is_uri, open_folder, open_object_folder
-from isobatch.shards.index import IndexPart, read_shard_file
+from isobatch.shards.folders import Folder, open_folder
+from isobatch.shards.index import IndexPart
 from isobatch.shards.manifest import TAR_FORMATS
 from isobatch.shards.stored_group import DECODE_ERRORS, ByteRange, ExtraTypes
 from isobatch.shards.tar_shards import Member, TarShardWriter, stored_samples
@@ -65,28 +65,12 @@ class RewriteTask:
 def rewrite_shard(task: RewriteTask) -> int:
     """Write a shard and then its index rows, unless these exist; -> its groups."""
     part = index_part(Path(task.work), task.number)
-    root = open_folder(task.place, follow_links=True)
-    if part.exists() and _is_there(root, part):
-        return len(task.groups)
-    temporary = part.with_suffix(".shard")
-    index = IndexPart(task.number, task.pad_each_to)
-    index.add(task, _write(task, root, temporary))
-    index.finish(task.name, temporary)
-    if is_uri(task.place):
-        open_object_folder(task.place).put(task.name, temporary)
-        temporary.unlink()
-    else:
-        temporary.replace(Path(task.place, task.name))
-    index.save(part)
+    if not is_finished(task.place, part):
+        root = open_folder(task.place, follow_links=True)
+        index = IndexPart(task.number, task.pad_each_to)
+        index.add(task, _write(task, root, part.with_suffix(".shard")))
+        finish_shard(index, task.name, task.place, part)
     return len(task.groups)
-
-
-def _is_there(root: Folder, part: Path) -> bool:
-    file = read_shard_file(part)
-    try:
-        return root.info(file.name).size == file.size
-    except FileNotFoundError:
-        return False
 
 
 def _write(task: RewriteTask, root: Folder, path: Path) -> list[ByteRange]:

@@ -16,7 +16,8 @@ from isobatch.counting.sample_counter import EXTRA_KINDS, Counted
 from isobatch.packer.count.staging import Staging
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources.base import Located, OnBytes, Source
-from isobatch.packer.sources.dataset import Dataset, Part
+from isobatch.packer.sources.dataset import Dataset
+from isobatch.packer.sources.detect import Part
 from isobatch.shards.stored_group import EXTRAS
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from typing import Any, TypeVar
 
+from isobatch.common.background import end_with_parent
 from isobatch.common.errors import DataError
 
 Task = TypeVar("Task")
@@ -136,17 +137,4 @@ def tell_leader(message: Any) -> None:
 def _begin(leader: connection.Connection) -> None:
     global _leader  # noqa: PLW0603  a worker has one
     _leader = leader
-    _die_with_parent()
-
-
-def _die_with_parent() -> None:
-    """Exit with the parent: a killed build must leave no process that writes into its output."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    end_with_parent()

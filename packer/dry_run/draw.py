@@ -21,7 +21,8 @@ from isobatch.packer.partitions.cut import MIN_BYTES, records_of_parts
 from isobatch.packer.partitions.decide import count_of_part
 from isobatch.packer.partitions.reports import Tell
 from isobatch.packer.sources.base import FilePiece
-from isobatch.packer.sources.dataset import Dataset, Part
+from isobatch.packer.sources.dataset import Dataset
+from isobatch.packer.sources.detect import Part
 
 SHARE = 0.02
 """Of a dataset's records, which are drawn."""

@@ -32,7 +32,8 @@ from isobatch.packer.partitions.partition import (
 )
 from isobatch.packer.partitions.reports import Tell
 from isobatch.packer.partitions.run import load_tools, run_jobs
-from isobatch.packer.sources.dataset import Dataset, Part
+from isobatch.packer.sources.dataset import Dataset
+from isobatch.packer.sources.detect import Part
 from isobatch.shards.tables import counts_arrays
 
 DRAWN_CHUNKS = 64

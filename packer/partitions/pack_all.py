@@ -46,7 +46,8 @@ class PartitionRun:
         Partitions of other shares (`--partitions`) are left to these.
         """
         jobs = self._jobs(decisions)
-        mine = self._share(len(jobs))
+        first, step = self.config.share or (0, 1)
+        mine = range(first, len(jobs), step)
         if count_first:
             self._run("count", count_partition, [jobs[place] for place in mine], len(mine))
             found = [self.results.read_counted(job.place) for job in jobs]
@@ -126,8 +127,3 @@ class PartitionRun:
             tally = Tally(stage, number, before=number - len(jobs), look=look)
             for place, packed in run(function, jobs, tally.hear):
                 tally.hear(PartitionReport(jobs[place].place, 1.0, packed.num_samples))
-
-    def _share(self, number: int) -> range:
-        """The partitions that this process works on."""
-        first, step = self.config.share or (0, 1)
-        return range(first, number, step)

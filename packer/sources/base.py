@@ -128,9 +128,7 @@ class Source(ABC):
 
     def bytes_per_record(self) -> float:
         """Bytes of the files that a record takes, about: by the first records."""
-        chunks = self.chunks(FIRST_RECORDS, lambda _: None)
-        records = islice((record for chunk in chunks for record in chunk.records()), FIRST_RECORDS)
-        lengths = [len(repr(record.value)) for record in records]
+        lengths = [len(repr(record.value)) for record in self._first_records()]
         return max(1.0, sum(lengths) / max(1, len(lengths)))
 
     def describe(self) -> list[dict[str, Any]]:
@@ -139,11 +137,12 @@ class Source(ABC):
 
     def columns(self) -> set[str]:
         """Columns that the first records have, for messages."""
+        values = (record.value for record in self._first_records())
+        return {key for value in values if isinstance(value, Mapping) for key in value}
+
+    def _first_records(self) -> Iterator[RawRecord]:
         chunks = self.chunks(FIRST_RECORDS, lambda _: None)
-        records = islice((record for chunk in chunks for record in chunk.records()), FIRST_RECORDS)
-        return {
-            key for record in records if isinstance(record.value, Mapping) for key in record.value
-        }
+        return islice((record for chunk in chunks for record in chunk.records()), FIRST_RECORDS)
 
     def unread_columns(self) -> dict[str, str]:
         """Columns that records come without, because nothing reads them, each with one value.
@@ -155,6 +154,51 @@ class Source(ABC):
     @abstractmethod
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records in chunks of about `num_records`."""
+
+
+class WrappedSource(Source):
+    """Another source, whose records are changed where they are counted."""
+
+    def __init__(self, source: Source) -> None:
+        """What is wrong with the source has been said."""
+        self._source = source
+        super().__init__(source.located, source.name, source.data_root)
+
+    @abstractmethod
+    def wrapped(self, chunk: Chunk) -> Chunk:
+        """A chunk of the source, whose records come changed."""
+
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+        """The chunks of the source, wrapped."""
+        return map(self.wrapped, self._source.chunks(num_records, on_bytes))
+
+    def files(self) -> list[FileInfo]:
+        """Files of the source."""
+        return self._source.files()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Descriptions by the source."""
+        return self._source.describe()
+
+    def columns(self) -> set[str]:
+        """Columns of the source."""
+        return self._source.columns()
+
+    def unread_columns(self) -> dict[str, str]:
+        """Unread columns of the source."""
+        return self._source.unread_columns()
+
+    def cut(self, num_bytes: int) -> list[FilePiece] | None:
+        """Pieces of the source."""
+        return self._source.cut(num_bytes)
+
+    def aligned(self, piece: FilePiece) -> FilePiece:
+        """The source's piece between records."""
+        return self._source.aligned(piece)
+
+    def bytes_per_record(self) -> float:
+        """Bytes of the source's records."""
+        return self._source.bytes_per_record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +246,12 @@ def _until_full(
         num_bytes += size_of(record)
         if num_bytes >= CHUNK_BYTES:
             return
+
+
+def named_record(row: int, value: dict[str, Any], name: str) -> RawRecord:
+    """A row as a record; one without an id is named by its file and row."""
+    is_named = value.get("id") is not None or value.get("__key__") is not None
+    return RawRecord(row, value if is_named else value | {"__key__": f"{name}:{row}"})
 
 
 # --- files, with errors that name them ---

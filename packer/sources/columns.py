@@ -12,8 +12,7 @@ from typing import Any
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from isobatch.packer.sources.base import FilePiece, Located, OnBytes, Source
-from isobatch.shards.local_folder import FileInfo
+from isobatch.packer.sources.base import Located, Source, WrappedSource
 
 _NEXT_TO_TURNS = frozenset({"system", "system_prompt", "history", "tools", "input", "context"})
 _OTHERS = frozenset({"answers", "label"})
@@ -151,45 +150,18 @@ class RenamedChunk:
                 yield replace(record, value=value, renamed=self.columns.renamed)
 
 
-class RenamedSource(Source):
+class RenamedSource(WrappedSource):
     """Another source, with our names."""
 
     def __init__(self, source: Source, columns: Columns) -> None:
-        """What is wrong with the source has been said."""
-        self._source = source
         self._columns = columns
-        super().__init__(source.located, source.name, source.data_root)
-
-    def files(self) -> list[FileInfo]:
-        """Files of the source."""
-        return self._source.files()
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Descriptions by the source."""
-        return self._source.describe()
+        super().__init__(source)
 
     def columns(self) -> set[str]:
         """Columns of the first records, by our names and by their own."""
-        names = self._source.columns()
+        names = super().columns()
         return names | {self._columns.ours(column) for column in names}
 
-    def unread_columns(self) -> dict[str, str]:
-        """Unread columns of the source."""
-        return self._source.unread_columns()
-
-    def cut(self, num_bytes: int) -> list[FilePiece] | None:
-        """Pieces of the source."""
-        return self._source.cut(num_bytes)
-
-    def aligned(self, piece: FilePiece) -> FilePiece:
-        """The source's piece between records."""
-        return self._source.aligned(piece)
-
-    def bytes_per_record(self) -> float:
-        """Bytes of the source's records."""
-        return self._source.bytes_per_record()
-
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
-        """The chunks of the source; records get their names where they are counted."""
-        for chunk in self._source.chunks(num_records, on_bytes):
-            yield RenamedChunk(chunk, self._columns)
+    def wrapped(self, chunk: Chunk) -> Chunk:
+        """The chunk, whose records have our names."""
+        return RenamedChunk(chunk, self._columns)

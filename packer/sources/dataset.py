@@ -18,9 +18,9 @@ from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.models.folder.files import quiet_hub
 from isobatch.models.presets import DatasetPreset, load_dataset
-from isobatch.packer.sources.base import Located, Source, has_file
+from isobatch.packer.sources.base import Located, has_file
 from isobatch.packer.sources.columns import Columns, named_columns, require_columns
-from isobatch.packer.sources.detect import choose_split, locate, open_located
+from isobatch.packer.sources.detect import Part, locate, open_located
 from isobatch.packer.sources.hub import parse_hub_id
 from isobatch.packer.sources.mixture import (
     is_meta,
@@ -44,25 +44,6 @@ DEMO = "demo"
 OWN_SITE = "its own site"
 SHARE_KEYS = ("weight", "repeat", "limit")
 """What a mixture says about how much of a part goes in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One raw dataset, and how much of it goes into the mixture."""
-
-    name: str
-    located: Located
-    data_root: str
-    """Folder or URI that the paths of images and audio files are relative to."""
-    weight: float | None = None
-    """Share of the mixture's samples, relative to the other parts' weights."""
-    repeat: float = 1.0
-    """Times that each sample goes in, without weights: 2.5 is twice, and half of them a third."""
-    limit: int | None = None
-
-    def open(self) -> Source:
-        """The source that reads it."""
-        return open_located(self.located, self.name, self.data_root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +176,7 @@ def _has_share(part: Part) -> bool:
 
 def _metadataset(place: str, data_root: str | None) -> Dataset:
     """A mixture that a YAML file of Energon's describes."""
-    parts = [
-        Part(
-            name=one.name,
-            located=one.located,
-            data_root=one.data_root,
-            weight=one.weight,
-            repeat=one.repeat,
-        )
-        for one in read_metadataset(place, choose_split, data_root)
-    ]
+    parts = read_metadataset(place, data_root)
     name = PurePosixPath(split_of_place(place)[0]).stem
     return Dataset(name=name, parts=tuple(_numbered(_told_apart(parts, ()))))
 
@@ -333,41 +305,27 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
 # --- the datasets known by name ---
 
 
-@dataclass(frozen=True, slots=True)
-class KnownDataset:
-    """A dataset that `--dataset` accepts by name."""
-
-    name: str
-    description: str
-    needs: tuple[tuple[str, str], ...]
-    """Files and folders under the data root, and where to get them."""
-
-
-def list_datasets() -> list[KnownDataset]:
-    """The generated demo, then the shipped presets in alphabetic order."""
-    demo = KnownDataset(DEMO, "A small generated dataset with images, to try everything out", ())
-    return [demo, *map(_known, preset_names("datasets"))]
-
-
 def print_datasets(console: Console) -> None:
     """A table of the known datasets."""
     heading = "what it is, and what it needs under --data-root"
     table = Table("name", heading, box=None, pad_edge=False)
-    for dataset in list_datasets():
-        needs = [
-            f"  [bold]{foreign(place)}[/]: {foreign(origin)}" for place, origin in dataset.needs
-        ]
-        lines = [foreign(dataset.description), *needs]
-        table.add_row(f"[bold]{foreign(dataset.name)}[/]", "\n".join(lines))
+    table.add_row(
+        f"[bold]{DEMO}[/]", "A small generated dataset with images, to try everything out"
+    )
+    for name in preset_names("datasets"):
+        description, needs = describe_known(name)
+        lines = [f"  [bold]{foreign(place)}[/]: {foreign(origin)}" for place, origin in needs]
+        table.add_row(f"[bold]{foreign(name)}[/]", "\n".join([foreign(description), *lines]))
     console.print(table, highlight=False)
 
 
-def _known(name: str) -> KnownDataset:
+def describe_known(name: str) -> tuple[str, list[tuple[str, str]]]:
+    """What a known dataset is; its files and folders under the data root, and where to get them."""
     if is_mixture(name):
         mixture = read_mixture(name)
         needs = [(" and ".join(part.places), part.download) for part in mixture.datasets]
-        return KnownDataset(name, mixture.description, tuple(needs))
+        return mixture.description, needs
     preset = load_dataset(name)
     annotations = f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else OWN_SITE
-    folders = ((folder, preset.downloads.get(folder, OWN_SITE)) for folder in preset.image_folders)
-    return KnownDataset(name, preset.description, ((preset.annotations, annotations), *folders))
+    folders = [(folder, preset.downloads.get(folder, OWN_SITE)) for folder in preset.image_folders]
+    return preset.description, [(preset.annotations, annotations), *folders]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -263,11 +263,7 @@ def _are_shards(names: Sequence[str]) -> bool:
 
 
 def split_of(name: str) -> str:
-    """The split of a file; empty if its name does not tell.
-
-    >>> split_of("data/train-00000-of-00003.parquet"), split_of("default/test/0000.parquet")
-    ('train', 'test')
-    """
+    """The split of a file; empty if its name does not tell."""
     path = PurePosixPath(name)
     match = _NUMBERED.fullmatch(path.name) or _NAMED.match(path.name) or _CONVERTED.fullmatch(name)
     if match:
@@ -315,3 +311,22 @@ def open_located(located: Located, name: str, data_root: str) -> Source:
         source = RenamedSource(source, located.columns)
     aux = dict(located.options).get("aux")
     return source if aux is None else AuxSource(source, aux)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One raw dataset, and how much of it goes into the mixture."""
+
+    name: str
+    located: Located
+    data_root: str
+    """Folder or URI that the paths of images and audio files are relative to."""
+    weight: float | None = None
+    """Share of the mixture's samples, relative to the other parts' weights."""
+    repeat: float = 1.0
+    """Times that each sample goes in, without weights: 2.5 is twice, and half of them a third."""
+    limit: int | None = None
+
+    def open(self) -> Source:
+        """The source that reads it."""
+        return open_located(self.located, self.name, self.data_root)

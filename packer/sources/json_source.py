@@ -70,14 +70,10 @@ class AnnotationSource(Source):
             yield from cut(records, num_records)
             return
         for piece in self.pieces():
-            if piece.is_file:
-                records = self._records(piece.name, on_bytes)
-            else:
-                records = read_json_piece(self.folder, piece, on_bytes=on_bytes)
-            yield from cut(records, num_records)
+            yield from cut(read_json_records(self.folder, piece, on_bytes=on_bytes), num_records)
 
     def _records(self, name: str, on_bytes: OnBytes = lambda _: None) -> Iterator[RawRecord]:
-        return read_json_records(self.folder, name, on_bytes=on_bytes)
+        return read_json_records(self.folder, FilePiece(name), on_bytes=on_bytes)
 
     def cut(self, num_bytes: int) -> list[FilePiece] | None:
         """JSON lines by bytes, arrays between records, compressed files whole.
@@ -127,39 +123,22 @@ class AnnotationSource(Source):
 
 
 def read_json_records(
-    folder: Folder, name: str, *, on_bytes: OnBytes = lambda _: None
+    folder: Folder, piece: FilePiece, *, on_bytes: OnBytes = lambda _: None
 ) -> Iterator[RawRecord]:
     """Records of a JSON array or of JSON lines (its first character tells), in file order.
 
-    A `.gz` is decompressed. `on_bytes` is told of bytes read. DataError for any other file.
-    """
-    path = join(folder.uri, name)
-    try:
-        with folder.open(name) as raw:
-            file: Any = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
-            window = _Window(file, _progress_in(raw, on_bytes))
-            for position, (value, broken) in enumerate(_values(window, path)):
-                yield RawRecord(position, value, broken)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: cannot be read: {reason}") from None
-
-
-def read_json_piece(
-    folder: Folder, piece: FilePiece, *, on_bytes: OnBytes = lambda _: None
-) -> Iterator[RawRecord]:
-    """Records of a part of a file, as `AnnotationSource.cut` gives it.
-
-    Their positions begin at its `first`: of JSON lines a byte, for nobody has counted those before.
+    Of a whole file, or of a part as `AnnotationSource.cut` gives it. Their positions begin at its
+    `first`: of JSON lines a byte, for nobody has counted those before. A `.gz` is decompressed.
+    `on_bytes` is told of bytes read. DataError for any other file.
     """
     path = join(folder.uri, piece.name)
     try:
         with folder.open(piece.name) as raw:
-            raw.seek(0)
-            beginning = _Window(raw, lambda: None)
+            file: Any = gzip.GzipFile(fileobj=raw) if piece.name.endswith(".gz") else raw
+            beginning = _Window(file, lambda: None)
             has_lines = _lines_in(beginning, path)
             in_brackets = beginning.skip(_SEPARATORS) == "["
-            part: Any = _Lines(raw, piece) if has_lines else _Range(raw, piece)
+            part: Any = _Lines(file, piece) if has_lines else _Range(file, piece)
             window = _Window(part, _progress_in(raw, on_bytes))
             if in_brackets and piece.start == 0:
                 window.skip(_SEPARATORS)
@@ -172,7 +151,7 @@ def read_json_piece(
             where = f"after byte {piece.start:,}, " if piece.start else ""
             for position, (value, broken) in enumerate(values, piece.first):
                 yield RawRecord(position, value, broken and where + broken)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read: {reason}") from None
 
@@ -237,8 +216,9 @@ def _array_pieces(folder: Folder, file: FilePiece, num_bytes: int) -> list[FileP
     borders = [(0, 0)]
     with opened(folder, file.name) as raw:
         window = _Window(raw, lambda: None)
-        values = _values(window, join(folder.uri, file.name))
-        for number, _ in enumerate(values, 1):
+        in_brackets = window.skip(_SEPARATORS) == "["
+        window.advance(in_brackets)
+        for number, _ in enumerate(_array_records(window, in_brackets=in_brackets), 1):
             # what was read is a little ahead of what was parsed
             if window.num_read >= borders[-1][0] + num_bytes:
                 place = window.place()
@@ -257,15 +237,6 @@ def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
         last = raw.tell()
 
     return report
-
-
-def _values(window: "_Window", path: str) -> Iterator[Parsed]:
-    if _lines_in(window, path):
-        return _line_records(window)
-    in_brackets = window.skip(_SEPARATORS) == "["
-    if in_brackets:
-        window.advance(1)
-    return _array_records(window, in_brackets=in_brackets)
 
 
 def _lines_in(window: "_Window", path: str) -> bool:

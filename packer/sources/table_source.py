@@ -30,6 +30,7 @@ from isobatch.packer.sources.base import (
     cut,
     examples,
     known_columns,
+    named_record,
     opened,
 )
 from isobatch.packer.sources.datasets_source import import_datasets
@@ -321,15 +322,13 @@ def _rows_at_once(rows: int, num_bytes: int, num_records: int) -> int:
 
 
 def _records(name: str, first_row: int, batch: pa.RecordBatch) -> Iterator[RawRecord]:
-    """Rows as records; one without an id is named by its file and row."""
+    """Rows as records."""
     for row, value in enumerate(_values(batch), first_row):
-        key = {"__key__": f"{name}:{row}"}
         if isinstance(value, UnicodeDecodeError):
             broken = f"{name}, row {row}: {value.reason} at byte {value.start} of a text"
-            yield RawRecord(row, key, broken)
+            yield RawRecord(row, {"__key__": f"{name}:{row}"}, broken)
         else:
-            is_named = value.get("id") is not None or value.get("__key__") is not None
-            yield RawRecord(row, value if is_named else value | key)
+            yield named_record(row, value, name)
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:

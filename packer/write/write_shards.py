@@ -19,7 +19,7 @@ from isobatch.packer.count.staging import StagedSamples, Staging
 from isobatch.shards.arrow_shards import ArrowShardWriter
 from isobatch.shards.folders import is_uri, open_folder, open_object_folder
 from isobatch.shards.index import IndexPart, read_shard_file
-from isobatch.shards.manifest import TAR_FORMATS, BuildFile, ShardFormat
+from isobatch.shards.manifest import TAR_FORMATS, ShardFormat
 from isobatch.shards.stored_group import ShardWriter
 from isobatch.shards.tar_shards import TarShardWriter
 
@@ -124,7 +124,7 @@ def write_shard(task: ShardTask) -> int:
     work = Path(config.work)
     part = index_part(work, task.shard)
     name = shard_name(task.shard, config.packing.format, config.partition)
-    if part.exists() and _is_there(config, read_shard_file(part)):
+    if is_finished(config.out, part):
         return task.shard
     staging = Staging(work / "staging")
     state = staging.samples.stat()
@@ -149,23 +149,31 @@ def write_shard(task: ShardTask) -> int:
             (int(rows[place]), problem.reason, problem.detail) for place, problem in lost.items()
         ]
     writer.close()
-    index.finish(name, temporary)
-    if is_uri(config.out):
-        open_object_folder(config.out).put(name, temporary)
-        temporary.unlink()
-    else:
-        temporary.replace(Path(config.out, name))
-    index.save(part)
+    finish_shard(index, name, config.out, part)
     return task.shard
 
 
-def _is_there(config: WriteConfig, file: BuildFile) -> bool:
-    """Whether a shard is where it belongs, in its full length."""
+def finish_shard(index: IndexPart, name: str, out: str, part: Path) -> None:
+    """Bring a shard that is written next to `part` to a folder or URI, and then write its rows."""
+    temporary = part.with_suffix(".shard")
+    index.finish(name, temporary)
+    if is_uri(out):
+        open_object_folder(out).put(name, temporary)
+        temporary.unlink()
+    else:
+        temporary.replace(Path(out, name))
+    index.save(part)
+
+
+def is_finished(out: str, part: Path) -> bool:
+    """Whether a shard's rows are there, and it is where it belongs, in its full length."""
+    if not part.exists():
+        return False
+    file = read_shard_file(part)
     try:
-        info = open_folder(config.out, follow_links=True).info(file.name)
+        return open_folder(out, follow_links=True).info(file.name).size == file.size
     except FileNotFoundError:
         return False
-    return info.size == file.size
 
 
 def _slabs(offsets: IntArray, num_bytes: IntArray) -> Iterator[tuple[int, int]]:

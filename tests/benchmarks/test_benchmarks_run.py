@@ -18,6 +18,7 @@ import counting
 from isobatch.counting.sample_counter import CountSettings, SampleCounter
 from isobatch.models.presets import load_model
 from isobatch.packer.demo.dataset import demo_tokenizer_path, write_demo
+from isobatch.packer.sources.base import FilePiece
 from isobatch.packer.sources.json_source import read_json_records
 from isobatch.shards.folders import open_folder
 
@@ -103,7 +104,7 @@ def test_resolutions_prints_every_setting_with_finite_figures(
 def test_a_rule_counts_from_sizes_what_the_packer_counts_from_files(demo: Path, model: str) -> None:
     preset = load_model(model)
     task = CountSettings(model=preset, tokenizer=str(demo_tokenizer_path()))
-    records = read_json_records(open_folder(str(demo)), "annotations.json")
+    records = read_json_records(open_folder(str(demo)), FilePiece("annotations.json"))
     expected = SampleCounter(task).count(records, "demo", str(demo), "").table
     counts, refused = resolutions.count(
         resolutions.read_samples(str(demo), str(demo_tokenizer_path())), preset.vision

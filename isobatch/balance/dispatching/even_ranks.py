@@ -75,11 +75,7 @@ def slot_loads(costs: FloatArray, slots: IntArray, num_ranks: int) -> FloatArray
 
 
 def bound_ms(costs: FloatArray, num_ranks: int) -> float:
-    """Time that no plan of these samples undercuts: the mean of ranks, or the costliest sample.
-
-    >>> bound_ms(np.array([[1.0, 2], [1, 9]]), 2)
-    10.0
-    """
+    """Time that no plan of these samples undercuts: the mean of ranks, or the costliest sample."""
     return float(np.maximum(costs.sum(axis=0) / num_ranks, costs.max(axis=0, initial=0)).sum())
 
 

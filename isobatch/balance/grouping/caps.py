@@ -184,34 +184,26 @@ def choose_limits(
     if memory is not None and splits[0].max_seq_len < search.most_tokens:
         rule = "memory"
     multiple = paper.max_seq_len / search.longest
+    trials, vision = search.trials, None
     if search.largest == 0 and not max_vision:
-        limits = splits[0] if memory else paper
-        return LimitChoice(
-            limits=replace(limits, pad_each_to=options.pad_each_to),
-            token_rule=rule,
-            multiple=multiple,
-            best=search.trials.at(limits, on_all=True),
-            larger=_larger(search, limits.max_seq_len, context_len),
-            memory=memory,
-            padding=padding,
+        best = targets = trials.at(splits[0] if memory else paper, on_all=True)
+    else:
+        best = search.best(splits, max_vision)
+        # what the cap costs; before the trials are listed
+        free = search.under(best.limits.max_seq_len, None)
+        targets = best_targets(trials, best) if options.grouping == "isf" else best
+        on_part = trials.results(on_all=False)
+        vision = VisionChoice(
+            is_given=max_vision is not None,
+            largest=search.largest,
+            part=trials.at(best.limits),
+            free=free,
+            targets=targets,
+            trials=on_part,
+            confirmed=trials.results(on_all=True),
+            grouping=options.grouping,
+            predictor=None if predictor is None else str(predictor),
         )
-    best = search.best(splits, max_vision)
-    # what the cap costs; before the trials are listed
-    free = search.under(best.limits.max_seq_len, None)
-    trials = search.trials
-    targets = best_targets(trials, best) if options.grouping == "isf" else best
-    on_part = trials.results(on_all=False)
-    vision = VisionChoice(
-        is_given=max_vision is not None,
-        largest=search.largest,
-        part=trials.at(best.limits),
-        free=free,
-        targets=targets,
-        trials=on_part,
-        confirmed=trials.results(on_all=True),
-        grouping=options.grouping,
-        predictor=None if predictor is None else str(predictor),
-    )
     return LimitChoice(
         limits=replace(targets.limits, pad_each_to=options.pad_each_to),
         token_rule=rule,

@@ -92,13 +92,6 @@ def group_padded(
 
     As `balance.grouping.window.group_window`, but `max_seq_len` holds for the rows of a batch times
     its longest sample. Those wait that have the most padding, or rows to spare.
-
-    >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=9, min_vision=9)
-    >>> groups, waiting = group_padded(
-    ...     np.zeros(5, int), np.array([5, 9, 3, 12, 5]), limits, seed=0, is_last=False
-    ... )
-    >>> sorted(groups[g].tolist() for g in range(len(groups))), waiting.tolist()
-    ([[0, 4], [1], [3]], [2])
     """
     is_over = (vision > limits.max_vision) | (tokens > limits.max_seq_len)
     over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)

@@ -30,13 +30,6 @@ def group_window(
     `vision` and `tokens` are the samples' loads, shape (num_samples,). A sample over a cap is a
     group of its own. `place` is the epoch and the window, for the order; after the last window
     nothing waits.
-
-    >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=9, min_vision=9)
-    >>> groups, waiting = group_window(
-    ...     np.zeros(5, int), np.array([5, 5, 10, 3, 12]), limits, seed=0, is_last=False
-    ... )
-    >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups))), waiting.tolist()
-    ([[0, 3], [2], [4]], [1])
     """
     is_over = (vision > limits.max_vision) | (tokens > limits.max_seq_len)
     over, rows = np.flatnonzero(is_over), np.flatnonzero(~is_over)
@@ -69,7 +62,5 @@ def load_kernels() -> None:
 
 def planned_order(groups: Groups, over: IntArray, *, seed: int, place: tuple[int, int]) -> Groups:
     """A window's groups, and each sample `over` a cap as a group, in random order."""
-    sizes = np.concatenate([groups.sizes, np.ones(len(over), np.int64)])
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    all_groups = Groups(np.concatenate([groups.samples, over]), offsets)
+    all_groups = Groups.joined([groups, Groups(over, np.arange(len(over) + 1))])
     return all_groups.take(random_permutation(len(all_groups), seed, PLANNED, *place))

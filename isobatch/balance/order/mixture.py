@@ -79,18 +79,6 @@ def step_counts(
     `owed`: what earlier steps took too little of each build, in UNITs. Builds come one after the
     other, the largest loads first, as `assign_ranks` has them. Where one ends and the next begins
     is moved to the end of a micro-batch, or an eighth before, if that is worth it.
-
-    >>> ones = np.ones(2, np.int64)
-    >>> figures = BuildFigures(
-    ...     expected=np.array([5, 3]) * UNIT,
-    ...     vision=ones,
-    ...     tokens=np.array([3, 1]) * UNIT,
-    ...     samples=ones,
-    ... )
-    >>> step_counts(figures, 0 * ones, 9 * ones, (4, 2)).tolist()
-    [4, 4]
-    >>> step_counts(figures, 0 * ones, 9 * ones, (8, 1)).tolist()
-    [5, 3]
     """
     dp, micro_batches = shape
     targets = figures.expected + owed
@@ -123,17 +111,13 @@ def step_counts(
     return counts
 
 
-def whole_counts(targets: IntArray, available: IntArray, count: int) -> IntArray:
-    """Whole numbers of groups nearest to the targets, together `count`, int64.
-
-    >>> whole_counts(np.array([5, 3]) * UNIT // 2, np.array([9, 1]), 4).tolist()
-    [3, 1]
-    """
-    counts = np.clip(targets // UNIT, 0, available)
+def whole_counts(targets: IntArray, available: IntArray, count: int, unit: int = UNIT) -> IntArray:
+    """Whole numbers of groups nearest to the targets, in units, together `count`, int64."""
+    counts = np.clip(targets // unit, 0, available)
     while (lacking := count - int(counts.sum())) != 0:
         sign = 1 if lacking > 0 else -1
         is_open = counts < available if sign > 0 else counts > 0
-        lead = np.where(is_open, sign * (targets - UNIT * counts), np.iinfo(np.int64).min)
+        lead = np.where(is_open, sign * (targets - unit * counts), np.iinfo(np.int64).min)
         counts[int(lead.argmax())] += sign
     return counts
 
@@ -186,11 +170,7 @@ class _StepCosts:
 
 
 def entropy(samples: IntArray) -> IntArray:
-    """Entropy of numbers of samples (steps, sources), in UNITs of a bit, int64, (steps,).
-
-    >>> entropy(np.array([[2, 2], [4, 0]])).tolist() == [UNIT, 0]
-    True
-    """
+    """Entropy of numbers of samples (steps, sources), in UNITs of a bit, int64, (steps,)."""
     total = np.maximum(1, samples.sum(axis=1))
     within = (samples * (_log2(samples) >> 4)).sum(axis=1) // total * 16
     return np.asarray(_log2(total) - within, np.int64)

@@ -72,13 +72,6 @@ def regroup(
 
     `loads` are the samples' vision loads and tokens, of any integer type, shape (num_samples,).
     Every sample is in one group, in its window. `stored` is within `limits`, and so is the result.
-
-    >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=10, min_vision=9)
-    >>> stored = Groups(np.array([2, 0, 1, 3]), np.array([0, 2, 4]))
-    >>> loads = np.array([1, 1, 1, 1]), np.array([5, 5, 5, 5])
-    >>> groups = regroup(loads, stored, limits, window_groups=2, seed=0, epoch=1)
-    >>> sorted(groups.samples.tolist())
-    [0, 1, 2, 3]
     """
     borders = window_borders(len(stored), window_groups, seed=seed, epoch=epoch)
     seeds = random_bits(len(borders), seed, WINDOWS, epoch, place=1)

@@ -282,9 +282,6 @@ def nearest(
 
     Nearest: the least sum of squares of what both loads differ by, each relative to its mean, above
     `tolerance` times `EQUAL`. Another `centre` is itself left out if `count` before it are as near.
-
-    >>> nearest(np.array([5, 9, 5, 8]), np.array([10, 10, 10, 10]), 2).tolist()
-    [0, 2]
     """
     if len(vision) <= count:
         return np.arange(len(vision))
@@ -311,12 +308,7 @@ def distances(vision: IntArray, tokens: IntArray, tolerance: float, centre: int)
 def most_alike(
     vision: IntArray, tokens: IntArray, count: int, tolerance: float, centres: int
 ) -> IntArray:
-    """The set whose ranks wait least, of those `nearest` to one of the first `centres` groups.
-
-    >>> vision, tokens = np.array([1, 9, 5, 9, 5]), np.array([10, 10, 10, 20, 10])
-    >>> most_alike(vision, tokens, 2, 0.0, centres=3).tolist()
-    [2, 4]
-    """
+    """The set whose ranks wait least, of those `nearest` to one of the first `centres` groups."""
     if len(vision) <= count:
         return np.arange(len(vision))
     numbers = range(min(centres, len(vision)))
@@ -341,9 +333,6 @@ def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
     Sorted by vision, in bins of 1/64 to 1/32 of the mean where loads are larger than that; within
     a bin by tokens, up or down, as the bin before ends. The next call cuts the others as before.
     The last groups of the random order, which fill no step, wait.
-
-    >>> cut_sorted(np.array([5, 9, 5, 8]), np.array([10, 30, 10, 20]), 2).tolist()
-    [0, 2]
     """
     if len(vision) <= count:
         return np.arange(len(vision))

@@ -67,16 +67,7 @@ class StepPlanner(Protocol):
 
 
 def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
-    """ConfigError, with the sample that is wrong, unless each is assigned exactly once.
-
-    >>> counts = Counts(**{name: np.ones(2, np.int64) for name in Counts.__dataclass_fields__})
-    >>> request = StepRequest(counts=counts, offsets=np.array([0, 1, 2]), dp=2, micro_batches=1)
-    >>> first = Groups(np.array([0]), np.array([0, 1]))
-    >>> check_assignment(StepAssignment(micro_batches=(first, first)), request)
-    Traceback (most recent call last):
-        ...
-    isobatch.common.errors.ConfigError: the step planner gave sample 0 to 2 micro-batches; ...
-    """
+    """ConfigError, with the sample that is wrong, unless each is assigned exactly once."""
     if unknown := set(work.encoders) - set(ENCODERS):
         raise _wrong(f"names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}")
     counts = samples.counts

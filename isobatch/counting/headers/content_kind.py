@@ -78,9 +78,6 @@ def kind_of_content(head: bytes) -> ContentKind | None:
     """What a file is that begins with `head`; None if none of the kinds that are known here.
 
     Give 64 bytes or more; a transport stream (`.ts`) is told by 189.
-
-    >>> kind_of_content(b"\\xff\\xd8\\xff\\xe0"), kind_of_content(b"<html>")
-    ('image', None)
     """
     head = bytes(head)
     for kind, starts in _STARTS.items():

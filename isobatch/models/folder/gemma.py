@@ -5,7 +5,7 @@ from dataclasses import replace
 from isobatch.models.folder.files import ModelFiles
 from isobatch.models.folder.json_table import JsonTable
 from isobatch.models.folder.pixels import HARMLESS, pixels_of, square_side
-from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
+from isobatch.models.folder.shapes import part_of, preset_of, vit_shape
 from isobatch.models.image_rules.budget import BudgetRule
 from isobatch.models.image_rules.fixed import FixedRule
 from isobatch.models.presets import LlmShape, MediaMarkup, ModelPreset
@@ -68,24 +68,16 @@ def read_gemma4(files: ModelFiles) -> ModelPreset:
     token = files.named_token("image_token")
     vision, text = part_of(files, "vision_config"), part_of(files, "text_config")
     projector = vision.count("hidden_size"), text.count("hidden_size")
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: a budget of tokens, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(
-            token=token,
-            placeholder=token,
-            prefix=files.named_token("boi_token"),
-            suffix=files.named_token("eoi_token"),
-        ),
-        vision=rule,
-        vit=replace(
-            vit_shape(vision, projector, pooled=rule.pool_size**2),
-            query_key_norm=True,
-            sandwich_norms=True,
-        ),
-        llm=_gemma4_llm(text),
+    vit = vit_shape(vision, projector, pooled=rule.pool_size**2)
+    vit = replace(vit, query_key_norm=True, sandwich_norms=True)
+    markup = MediaMarkup(
+        token=token,
+        placeholder=token,
+        prefix=files.named_token("boi_token"),
+        suffix=files.named_token("eoi_token"),
     )
+    preset = preset_of(files, "a budget of tokens", markup, rule, vit)
+    return replace(preset, llm=_gemma4_llm(text))
 
 
 def _gemma4_llm(text: JsonTable) -> LlmShape:
@@ -157,22 +149,13 @@ def _one_square(
     images.require_read((*HARMLESS, *_PAN_AND_SCAN, "default_to_square", "image_seq_length"))
     vision, text = part_of(files, "vision_config"), part_of(files, "text_config")
     vit_tokens = (side // vision.count("patch_size")) ** 2
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: one square per image, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=markup,
-        vision=FixedRule(
-            **pixels,
-            image_size=side,
-            vit_tokens_per_patch=vit_tokens,
-            llm_tokens_per_patch=tokens,
-            crop=False,
-        ),
-        vit=vit_shape(
-            vision,
-            (vision.count("hidden_size"), text.count("hidden_size")),
-            pooled=vit_tokens // tokens,
-        ),
-        llm=llm_shape(text),
+    rule = FixedRule(
+        **pixels,
+        image_size=side,
+        vit_tokens_per_patch=vit_tokens,
+        llm_tokens_per_patch=tokens,
+        crop=False,
     )
+    projector = vision.count("hidden_size"), text.count("hidden_size")
+    vit = vit_shape(vision, projector, pooled=vit_tokens // tokens)
+    return preset_of(files, "one square per image", markup, rule, vit)

@@ -2,7 +2,7 @@
 
 from isobatch.models.folder.files import ModelFiles
 from isobatch.models.folder.pixels import HARMLESS, pixels_of, square_side
-from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
+from isobatch.models.folder.shapes import part_of, preset_of, vit_shape
 from isobatch.models.image_rules import TilesRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
 
@@ -21,28 +21,22 @@ def read_internvl(files: ModelFiles) -> ModelPreset:
     processor = files.processor_table()
     tokens = processor.count_or("image_seq_length", _DEFAULT_TOKENS)
     processor.require_read(("processor_class", "auto_map"))
-    text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
-    width = text.count("hidden_size")
+    vision = part_of(files, "vision_config")
+    width = part_of(files, "text_config").count("hidden_size")
     merged = round(1 / files.config_table().number("downsample_ratio"))
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: tiles and a thumbnail, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(
-            token=files.named_token("context_image_token", "<IMG_CONTEXT>"),
-            prefix=files.named_token("start_image_token", "<img>"),
-            suffix=files.named_token("end_image_token", "</img>"),
-        ),
-        vision=TilesRule(
-            **pixels,
-            image_size=side,
-            vit_tokens_per_patch=(side // vision.count("patch_size")) ** 2 + 1,
-            llm_tokens_per_patch=tokens,
-            min_patches=images.count("min_patches") if max_patches > 1 else 1,
-            max_patches=max_patches,
-        ),
-        vit=vit_shape(
-            vision, (vision.count("hidden_size") * merged**2, width, width), layer_scale=True
-        ),
-        llm=llm_shape(text),
+    markup = MediaMarkup(
+        token=files.named_token("context_image_token", "<IMG_CONTEXT>"),
+        prefix=files.named_token("start_image_token", "<img>"),
+        suffix=files.named_token("end_image_token", "</img>"),
     )
+    rule = TilesRule(
+        **pixels,
+        image_size=side,
+        vit_tokens_per_patch=(side // vision.count("patch_size")) ** 2 + 1,
+        llm_tokens_per_patch=tokens,
+        min_patches=images.count("min_patches") if max_patches > 1 else 1,
+        max_patches=max_patches,
+    )
+    projector = vision.count("hidden_size") * merged**2, width, width
+    vit = vit_shape(vision, projector, layer_scale=True)
+    return preset_of(files, "tiles and a thumbnail", markup, rule, vit)

@@ -3,7 +3,7 @@
 from isobatch.models.folder.files import ModelFiles
 from isobatch.models.folder.json_table import JsonTable
 from isobatch.models.folder.pixels import HARMLESS, edges, pixels_of, square_side
-from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
+from isobatch.models.folder.shapes import part_of, preset_of, vit_shape
 from isobatch.models.image_rules.anyres import AnyresRule
 from isobatch.models.image_rules.fixed import FixedRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
@@ -78,21 +78,14 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
 
 def _preset(files: ModelFiles, rule: AnyresRule | FixedRule, images: str) -> ModelPreset:
     """What the three have in common; `images`: what becomes of one, for people."""
-    text, vision = part_of(files, "text_config"), part_of(files, "vision_config")
-    width = text.count("hidden_size")
+    width = part_of(files, "text_config").count("hidden_size")
+    vision = part_of(files, "vision_config")
     layers = files.config_table().value("vision_feature_layer")
     features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
     token = files.processor_table().value("image_token")
     token = files.named_token("image_token", token if isinstance(token, str) else "<image>")
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: {images}, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(token=token),
-        vision=rule,
-        vit=vit_shape(vision, (features, width, width)),
-        llm=llm_shape(text),
-    )
+    vit = vit_shape(vision, (features, width, width))
+    return preset_of(files, images, MediaMarkup(token=token), rule, vit)
 
 
 def _pinpoints(images: JsonTable) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ from isobatch.models.audio_tokens import AudioRule
 from isobatch.models.folder.files import ModelFiles
 from isobatch.models.folder.json_table import JsonTable
 from isobatch.models.folder.pixels import HARMLESS, edges, pixels_of
-from isobatch.models.folder.shapes import llm_shape, part_of
+from isobatch.models.folder.shapes import llm_shape, part_of, preset_of
 from isobatch.models.image_rules import NativeRule
 from isobatch.models.presets import AudioEncoderShape, MediaMarkup, ModelPreset, VitShape
 
@@ -114,21 +114,15 @@ def _qwen(files: ModelFiles, model: ModelFiles, markup: MediaMarkup) -> ModelPre
 
 def read_glm4v(files: ModelFiles) -> ModelPreset:
     """GLM-4.1V, GLM-4.5V and GLM-4.6V: an image is two frames when its area is tested."""
-    text = part_of(files, "text_config")
     rule = _native_rule(files.image_table(*_GLM))
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: native resolution, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(
-            token=files.named_token("image_token", "<|image|>"),
-            prefix="<|begin_of_image|>",
-            suffix="<|end_of_image|>",
-        ),
-        vision=replace(rule, frames_in_area=rule.temporal_patch_size, scales_up=True),
-        vit=_glm_vit(part_of(files, "vision_config")),
-        llm=llm_shape(text),
+    rule = replace(rule, frames_in_area=rule.temporal_patch_size, scales_up=True)
+    markup = MediaMarkup(
+        token=files.named_token("image_token", "<|image|>"),
+        prefix="<|begin_of_image|>",
+        suffix="<|end_of_image|>",
     )
+    vit = _glm_vit(part_of(files, "vision_config"))
+    return preset_of(files, "native resolution", markup, rule, vit)
 
 
 def _native_rule(images: JsonTable) -> NativeRule:
@@ -164,12 +158,13 @@ def _qwen_vit(vision: JsonTable, text: JsonTable) -> VitShape:
     if "window_size" in vision:
         full = len(vision.integers("fullatt_block_indexes"))
         window = (vision.count("window_size") // patch) ** 2
+    heads = vision.count("num_heads")
     return VitShape(
         num_layers=vision.count("depth"),
         hidden_size=width,
-        num_heads=vision.count("num_heads"),
-        num_kv_heads=vision.count("num_heads"),
-        head_size=width // vision.count("num_heads"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=width // heads,
         ffn_size=ffn,
         gated=window is not None,
         num_full_layers=full,
@@ -187,13 +182,13 @@ def _glm_vit(vision: JsonTable) -> VitShape:
     merged = width * vision.count("spatial_merge_size") ** 2
     # three matrices of a gated MLP, as two of half as much more
     gated = vision.count("intermediate_size") * 3 // 2
-    frames = vision.count("temporal_patch_size")
+    heads, frames = vision.count("num_heads"), vision.count("temporal_patch_size")
     return VitShape(
         num_layers=vision.count("depth"),
         hidden_size=width,
-        num_heads=vision.count("num_heads"),
-        num_kv_heads=vision.count("num_heads"),
-        head_size=width // vision.count("num_heads"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=width // heads,
         ffn_size=output,
         gated=True,
         projector=(merged, output, output, gated, output),

@@ -6,7 +6,8 @@ dimensions: its data can be counted and grouped, but no time is predicted.
 
 from isobatch.models.folder.files import ModelFiles, config_defaults
 from isobatch.models.folder.json_table import Json, JsonTable
-from isobatch.models.presets import LlmShape, VitShape
+from isobatch.models.image_rules import VisionRule
+from isobatch.models.presets import LlmShape, MediaMarkup, ModelPreset, VitShape
 
 _GATED = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
@@ -45,6 +46,22 @@ def part_of(files: ModelFiles, name: str, *, flat: bool = False) -> JsonTable:
     kind = str(values.get("model_type") or of_family.get("model_type", ""))
     defaults = {**config_defaults(kind), **of_family, "model_type": kind}
     return JsonTable(values, f"{config.where}, {name}", defaults)
+
+
+def preset_of(
+    files: ModelFiles, images: str, markup: MediaMarkup, rule: VisionRule, vit: VitShape
+) -> ModelPreset:
+    """The preset of a model's own files; `images`: what becomes of one, for people."""
+    text = part_of(files, "text_config")
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: {images}, from the model's own files",
+        context_len=text.count("max_position_embeddings"),
+        image_markup=markup,
+        vision=rule,
+        vit=vit,
+        llm=llm_shape(text),
+    )
 
 
 def llm_shape(text: JsonTable) -> LlmShape | None:

@@ -2,7 +2,7 @@
 
 from isobatch.models.folder.files import ModelFiles
 from isobatch.models.folder.pixels import HARMLESS, longest_edge, pixels_of
-from isobatch.models.folder.shapes import llm_shape, part_of, vit_shape
+from isobatch.models.folder.shapes import part_of, preset_of, vit_shape
 from isobatch.models.image_rules.splits import SplitsRule
 from isobatch.models.presets import MediaMarkup, ModelPreset
 
@@ -21,35 +21,29 @@ def read_splits(files: ModelFiles) -> ModelPreset:
     processor = files.processor_table()
     tokens = processor.count_or("image_seq_len", _DEFAULT_TOKENS)
     processor.require_read(("processor_class", "auto_map"))
-    config = files.config_table()
-    text = part_of(files, "text_config")
     vision = part_of(files, "vision_config")
-    merged = vision.count("hidden_size") * config.count("scale_factor") ** 2
+    merged = vision.count("hidden_size") * files.config_table().count("scale_factor") ** 2
     image = files.named_token("image_token", "<image>")
     fake = files.named_token("fake_image_token", "<fake_token_around_image>")
     whole = f"{fake}{files.named_token('global_image_token', '<global-img>')}{image}{fake}"
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: tiles and the whole image, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(
-            token=image,
-            placeholder=image,
-            parts=(
-                ("tile", f"{fake}<row_{{row}}_col_{{column}}>{image}"),
-                ("row", "\n"),
-                ("whole", f"\n{whole}"),
-                ("single", whole),
-            ),
+    markup = MediaMarkup(
+        token=image,
+        placeholder=image,
+        parts=(
+            ("tile", f"{fake}<row_{{row}}_col_{{column}}>{image}"),
+            ("row", "\n"),
+            ("whole", f"\n{whole}"),
+            ("single", whole),
         ),
-        vision=SplitsRule(
-            **pixels,
-            image_size=side,
-            vit_tokens_per_patch=(side // vision.count("patch_size")) ** 2,
-            llm_tokens_per_patch=tokens,
-            longest_side=longest,
-            split=split,
-        ),
-        vit=vit_shape(vision, (merged, text.count("hidden_size"))),
-        llm=llm_shape(text),
     )
+    rule = SplitsRule(
+        **pixels,
+        image_size=side,
+        vit_tokens_per_patch=(side // vision.count("patch_size")) ** 2,
+        llm_tokens_per_patch=tokens,
+        longest_side=longest,
+        split=split,
+    )
+    width = part_of(files, "text_config").count("hidden_size")
+    vit = vit_shape(vision, (merged, width))
+    return preset_of(files, "tiles and the whole image", markup, rule, vit)

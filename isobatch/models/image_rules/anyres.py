@@ -58,7 +58,6 @@ class AnyresRule(CropsRule):
             ),
             columns=columns,
             rows=rows,
-            whole_image=True,
         )
 
     def plan_one_of(self, images: int, width: int, height: int) -> ImagePlan:

@@ -87,8 +87,6 @@ class ImagePlan:
     columns: int
     rows: int
     """The grid: tiles or slices, else ViT patches (rows * columns = num_vit_tokens)."""
-    whole_image: bool = False
-    """Another patch has the whole image: the last (tiles: thumbnail) or the first (anyres)."""
     parts: tuple[MarkupPart, ...] = ()
     """The image in the text, for markup that depends on its size; else empty."""
 

@@ -59,7 +59,6 @@ class SlicesRule(NativeSizeRule):
             pictures=tuple(pictures),
             columns=max(columns, 1),
             rows=max(rows, 1),
-            whole_image=grid is not None,
             parts=_parts(columns, rows, (tokens[0], tokens[-1])),
         )
 

@@ -62,7 +62,6 @@ class SplitsRule(CropsRule):
             pictures=(tiles, whole) if has_tiles else (tiles,),
             columns=columns,
             rows=rows,
-            whole_image=has_tiles,
             parts=_parts(columns, rows, self.llm_tokens_per_patch),
         )
 

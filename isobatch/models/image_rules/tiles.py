@@ -40,7 +40,6 @@ class TilesRule(CropsRule):
             pictures=(tiles, PicturePlan((ResizeTo(side, side),))) if thumbnail else (tiles,),
             columns=columns,
             rows=rows,
-            whole_image=thumbnail,
         )
 
 

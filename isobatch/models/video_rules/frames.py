@@ -154,11 +154,7 @@ class ClockRule(FramesRule):
 
 
 def number_words(number: int) -> str:
-    """A number of 0 to 999 in words; a larger one in digits.
-
-    >>> number_words(64), number_words(101), number_words(920)
-    ('sixty-four', 'one hundred and one', 'nine hundred and twenty')
-    """
+    """A number of 0 to 999 in words; a larger one in digits."""
     if number > MOST_WORDS:
         return str(number)
     hundreds, rest = divmod(number, 100)

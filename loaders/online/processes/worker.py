@@ -4,13 +4,11 @@ It opens the dataset and a counter of its own, and answers until its parent clos
 is no more.
 """
 
-import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from isobatch.common.background import end_with_parent
 from isobatch.common.errors import DataError, IsobatchError, first_line
 from isobatch.common.types import IntArray
 from isobatch.counting.record_counter import BrokenRecord, CountedRecords
@@ -33,9 +32,6 @@ from isobatch.loaders.online._place_records import open_records
 from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.processes import messages
 from isobatch.loaders.online.records import Records
-
-LOOK_S = 1.0
-"""Between two looks whether the parent is there, if nothing else says that it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +88,7 @@ class Worker:
 
 def run(connection: connections.Connection, number: int, size: int) -> None:
     """Open what comes first, then answer tasks."""
-    _end_with_parent()
+    end_with_parent()
     # after what multiprocessing itself leaves to do at exit
     util.Finalize(None, _leave, exitpriority=-1)
     _leave_signals_to_parent()
@@ -161,18 +157,3 @@ def _leave_signals_to_parent() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent ends, also if it was killed in the middle of a task."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        # a fork of the parent may hold the other end open, so the number is looked at too
-        while os.getppid() == parent.pid and not connections.wait([parent.sentinel], LOOK_S):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -18,10 +18,9 @@ from isobatch.common.errors import DataError, first_line
 from isobatch.counting.records.media import FILE_KEYS, Media, is_relative_path, marked_files
 from isobatch.counting.records.places.marks import NUMBERED_KEYS
 from isobatch.counting.records.record import Chunk, RawRecord
-from isobatch.packer.sources.base import FilePiece, OnBytes, Source, has_file
+from isobatch.packer.sources.base import Source, WrappedSource, has_file
 from isobatch.packer.sources.trainers.energon import INDEX_NAME, META, shard_counts
 from isobatch.shards.folders import join, on_disk, open_folder
-from isobatch.shards.local_folder import FileInfo
 
 MEDIA_KEYS = frozenset(
     {*NUMBERED_KEYS, "image_url", "video_url", "audio_url", "input_image", "image_info"}
@@ -156,43 +155,13 @@ class AuxChunk:
             yield replace(record, value=files.placed(record.value, is_media=False))
 
 
-class AuxSource(Source):
+class AuxSource(WrappedSource):
     """Another source, whose records' files are in auxiliary places."""
 
     def __init__(self, source: Source, places: tuple[AuxPlace, ...]) -> None:
-        """What is wrong with the source has been said."""
-        self._source, self._places = source, places
-        super().__init__(source.located, source.name, source.data_root)
+        self._places = places
+        super().__init__(source)
 
-    def files(self) -> list[FileInfo]:
-        """Files of the source."""
-        return self._source.files()
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Descriptions by the source."""
-        return self._source.describe()
-
-    def columns(self) -> set[str]:
-        """Columns of the source."""
-        return self._source.columns()
-
-    def unread_columns(self) -> dict[str, str]:
-        """Unread columns of the source."""
-        return self._source.unread_columns()
-
-    def cut(self, num_bytes: int) -> list[FilePiece] | None:
-        """Pieces of the source."""
-        return self._source.cut(num_bytes)
-
-    def aligned(self, piece: FilePiece) -> FilePiece:
-        """The source's piece between records."""
-        return self._source.aligned(piece)
-
-    def bytes_per_record(self) -> float:
-        """Bytes of the source's records."""
-        return self._source.bytes_per_record()
-
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
-        """The chunks of the source; files are looked up where records are counted."""
-        for chunk in self._source.chunks(num_records, on_bytes):
-            yield AuxChunk(chunk, self._places)
+    def wrapped(self, chunk: Chunk) -> Chunk:
+        """The chunk, whose records have the places of their files."""
+        return AuxChunk(chunk, self._places)

@@ -32,6 +32,7 @@ from isobatch.packer.sources.base import (
     examples,
     has_file,
     known_columns,
+    named_record,
     opened,
     prefix_under,
 )
@@ -191,15 +192,14 @@ class MdsChunk:
         with _opened_shard(folder, shard) as file:
             borders = _borders(file, shard, self.container)
             for row in range(self.first, self.last):
-                key = {"__key__": f"{shard.name}:{row}"}
                 try:
                     value = self._record(file, row, *borders[row : row + 2].tolist())
                 except (ValueError, LookupError, OSError, RecursionError) as error:
                     problem = f"{self.container}, sample {row}: {first_line(error)}"
+                    key = {"__key__": f"{shard.name}:{row}"}
                     yield RawRecord(row, key, problem, "broken_member")
                     continue
-                is_named = value.get("id") is not None or value.get("__key__") is not None
-                yield RawRecord(row, value if is_named else value | key)
+                yield named_record(row, value, shard.name)
 
     def _record(self, file: IO[bytes], row: int, begin: int, end: int) -> dict[str, Any]:
         """The columns that are read of a sample. ValueError if it is damaged."""

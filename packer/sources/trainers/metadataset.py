@@ -8,7 +8,7 @@ each dataset a share, `blend_epochized` a number of repetitions, `subset` a stre
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +18,7 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.fields import example_of
 from isobatch.packer.sources.base import Located, has_file, prefix_under, require_known
 from isobatch.packer.sources.build_source import locate_build
+from isobatch.packer.sources.detect import Part, choose_split
 from isobatch.packer.sources.trainers.auxiliary import AuxPlace
 from isobatch.packer.sources.trainers.energon import (
     INFO_NAMES,
@@ -29,28 +30,15 @@ from isobatch.packer.sources.trainers.subset import Subset
 from isobatch.shards.folders import is_uri, open_folder, split
 from isobatch.shards.manifest import MANIFEST_NAME
 
-Choose = Callable[[Sequence[str], str | None, str], str]
-"""Chooses of splits the wanted one; the text names the file."""
 BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
 """Key of several datasets -> the key of each that says how much of it goes in."""
+BLEND_FIELDS = {"weight": "weight", "repetitions": "repeat"}
+"""Such a key -> the field of a `Part`."""
 REPORTED = ("subflavor", "subflavors", "shuffle_over_epochs_multiplier")
 REFERENCE_KEYS = frozenset({"path", "split_part", "dataset_config", "split_config", "aux"})
 COMMON_KEYS = frozenset({*REPORTED, "subset"})
-JSONL_INDEX = ".idx"
 MOST_NESTED = 16
 _URL = re.compile(r"(?:(filesystem)(?:\+([a-z0-9]+))?|([a-z][a-z0-9+.-]*))://(.*)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class BlendedPart:
-    """One dataset of a metadataset, with its share."""
-
-    located: Located
-    name: str
-    data_root: str
-    """Folder that holds its shards and the files of its `aux`."""
-    weight: float | None = None
-    repeat: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +76,22 @@ def is_metadataset(place: str) -> bool:
     return has_file(open_folder(folder), name) and "splits" in _values(file)
 
 
-def read_metadataset(place: str, choose: Choose, data_root: str | None) -> list[BlendedPart]:
-    """The datasets of a metadataset's split, flat; without a data root each has its own.
+def read_metadataset(place: str, data_root: str | None) -> list[Part]:
+    """The datasets of a metadataset's split, flat.
+
+    Without a data root each has its own, which holds its shards and the files of its `aux`.
 
     ConfigError for what is not read, for shares that do not fit together, and for an `aux` outside
     of the data root; DataError for datasets that are not there.
     """
     file, wanted = split_of_place(place)
-    parts = list(_parts_of_file(file, _Share(split="", data_root=data_root), wanted, choose))
+    parts = list(_parts_of_file(file, _Share(split="", data_root=data_root), wanted))
     if len({part.weight is None for part in parts}) > 1:
         raise ConfigError(f"{file}: some of its datasets have weights, others repetitions")
     return _numbered(parts)
 
 
-def _numbered(parts: list[BlendedPart]) -> list[BlendedPart]:
+def _numbered(parts: list[Part]) -> list[Part]:
     """The parts, a dataset that comes again with a number after its name."""
     places: dict[tuple[str, str], int] = {}
     numbered = []
@@ -117,9 +107,7 @@ def _values(file: str) -> dict[str, Any]:
     return read_yaml(open_folder(folder), name)
 
 
-def _parts_of_file(
-    file: str, share: _Share, wanted: str | None, choose: Choose
-) -> Iterator[BlendedPart]:
+def _parts_of_file(file: str, share: _Share, wanted: str | None) -> Iterator[Part]:
     if share.depth > MOST_NESTED:
         raise ConfigError(f"{file}: metadatasets are nested more than {MOST_NESTED} deep")
     values = _values(file)
@@ -130,17 +118,15 @@ def _parts_of_file(
     splits = values.get("splits", {})
     if not isinstance(splits, dict) or not splits:
         raise ConfigError(f"{file}: `splits` has no datasets")
-    name = choose([str(key) for key in splits], wanted, file)
+    name = choose_split([str(key) for key in splits], wanted, file)
     where = f"{file}, {name}"
     entry = splits[name]
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: is a {type(entry).__name__}, not an object with keys")
-    yield from _parts(entry, file, where, replace(share, split=name, depth=share.depth + 1), choose)
+    yield from _parts(entry, file, where, replace(share, split=name, depth=share.depth + 1))
 
 
-def _parts(
-    entry: dict[str, Any], file: str, where: str, share: _Share, choose: Choose
-) -> Iterator[BlendedPart]:
+def _parts(entry: dict[str, Any], file: str, where: str, share: _Share) -> Iterator[Part]:
     """The datasets of an entry: a blend, or one dataset."""
     if "join" in entry:
         raise ConfigError(f"{where}: `join` joins samples by code, which is not run here")
@@ -148,7 +134,7 @@ def _parts(
     share = _with_common(entry, share, where, Path(file).name)
     if key is None:
         require_known(entry, REFERENCE_KEYS | COMMON_KEYS | ({share.key} - {""}), where)
-        yield from _reference(entry, file, where, share, choose)
+        yield from _reference(entry, file, where, share)
         return
     require_known(entry, {key, "subset"}, where)
     entries = entry[key]
@@ -166,7 +152,7 @@ def _parts(
     total = sum(amounts) if amount_key == "weight" else 1.0
     for number, (one, amount) in enumerate(zip(entries, amounts, strict=True), 1):
         inner = replace(share, key=amount_key, value=share.value * amount / total)
-        yield from _parts(one, file, f"{where}, dataset {number}", inner, choose)
+        yield from _parts(one, file, f"{where}, dataset {number}", inner)
 
 
 def _amount(value: Any, where: str) -> float:
@@ -187,9 +173,7 @@ def _with_common(entry: dict[str, Any], share: _Share, where: str, name: str) ->
     return replace(share, subset=subset, unread=(*share.unread, *unread))
 
 
-def _reference(
-    entry: dict[str, Any], file: str, where: str, share: _Share, choose: Choose
-) -> Iterator[BlendedPart]:
+def _reference(entry: dict[str, Any], file: str, where: str, share: _Share) -> Iterator[Part]:
     place = entry.get("path")
     if not isinstance(place, str) or not place:
         raise ConfigError(f"{where}: no `path` of a dataset")
@@ -200,9 +184,9 @@ def _reference(
             raise ConfigError(f"{where}: {extra[0]} is for a dataset, not for a metadataset")
         if not is_metadataset(place):
             raise DataError(f"{where}: no metadataset {place}")
-        yield from _parts_of_file(place, share, wanted, choose)
+        yield from _parts_of_file(place, share, wanted)
         return
-    located = _located(place, wanted, entry, where, choose)
+    located = _located(place, wanted, entry, where)
     if share.subset is not None:
         if located.layout == "build":
             raise ConfigError(f"{where}: a subset of a build, which is not read; take all of it")
@@ -210,15 +194,13 @@ def _reference(
     unread = [(key, example_of(value)) for key, value in share.unread]
     located = replace(located, unread=(*located.unread, *unread))
     name = place.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
-    part = BlendedPart(located, name, share.data_root or located.folder)
-    if share.key == "weight":
-        part = replace(part, weight=share.value)
-    elif share.key:
-        part = replace(part, repeat=share.value)
+    amount: dict[str, Any] = {BLEND_FIELDS[share.key]: share.value} if share.key else {}
+    root = share.data_root or located.folder
+    part = Part(name=name, located=located, data_root=root, **amount)
     yield _with_aux(part, entry.get("aux"), file, where, share.data_root)
 
 
-def _located(place: str, wanted: str, entry: dict[str, Any], where: str, choose: Choose) -> Located:
+def _located(place: str, wanted: str, entry: dict[str, Any], where: str) -> Located:
     """The files of one dataset: a prepared folder, or JSON lines."""
     if place.endswith(".jsonl"):
         parent, name = split(place)
@@ -233,7 +215,7 @@ def _located(place: str, wanted: str, entry: dict[str, Any], where: str, choose:
     return locate_energon(
         folder,
         place,
-        lambda splits: choose(splits, wanted, place),
+        lambda splits: choose_split(splits, wanted, place),
         dataset_config=entry.get("dataset_config"),
         split_config=entry.get("split_config"),
     )
@@ -248,9 +230,7 @@ def _beside(file: str, place: str) -> str:
     return f"{scheme}{separator}{posixpath.normpath(posixpath.join(folder, place))}"
 
 
-def _with_aux(
-    part: BlendedPart, aux: Any, file: str, where: str, data_root: str | None
-) -> BlendedPart:
+def _with_aux(part: Part, aux: Any, file: str, where: str, data_root: str | None) -> Part:
     """The part with the places of its records' files, and a data root that holds all of them."""
     if not aux:
         return part

@@ -16,6 +16,7 @@ import torch
 from isobatch.common.errors import Cancelled
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.counting.record_counter import RejectedSample
+from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.lengths import LengthOptions
 from isobatch.loaders.online.per_rank.lengths import OwnLengths, RecentRows
 from isobatch.loaders.online.per_rank.streams import StreamRecords
@@ -130,9 +131,8 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None, 
             records = StreamRecords(own, None, as_files=False)
             records.is_sharded = len(streams) > 1
         reader = RecordReader(records, counter, (), may_lose=False, kept_bytes=1 << 40)
-        options = LengthOptions(
-            max_tokens=1000, max_vision=8, max_rejected=1.0, seed=0, min_measured=window
-        )
+        packing = PackingConfig(max_tokens=1000, max_vision=8, max_rejected=1.0, window=window)
+        options = LengthOptions(packing=packing, seed=0)
         lengths = OwnLengths(counter, reader.measure, RecentRows(), exchange, options)
         lengths.open(reader, (rank, world))
         settings = WindowSettings(

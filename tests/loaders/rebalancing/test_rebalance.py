@@ -113,7 +113,7 @@ def _predictions():
         samples = [[draw_sample(number) for number in batch] for batch in batches]
         prediction = rebalance(samples, costs=costs, gb_per_s=rate).prediction
         bytes_moved.append(prediction.moved_bytes)
-        gains.append(prediction.gain_ms)
+        gains.append(prediction.before_ms - prediction.after_ms - prediction.move_ms)
     assert bytes_moved[0] > bytes_moved[-1] == 0
     assert min(gains) >= 0
     # measured bandwidth

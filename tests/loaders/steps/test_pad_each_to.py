@@ -18,6 +18,7 @@ from isobatch.shards.manifest import read_manifest
 from support.builds.command import run_packer
 from support.builds.packed import build, digests, quiet
 from support.builds.raw_data import write_dataset
+from support.builds.sample_tables import llm_tokens
 from support.loading.online_data import OPTIONS, open_ranks, records
 from support.ranks import run_ranks
 
@@ -165,7 +166,7 @@ def test_loads_of_groups_are_those_of_their_samples_with_padding(builds):
             assert of_samples.sum() == tokens.sum()
             assert (of_samples % multiple == 0).all()
         for group in range(len(index)):
-            raw = int(index.seq_len(np.array([group]))[0])
+            raw = int(llm_tokens(index, np.array([group]))[0])
             ids = index.sample_ids(group)
             assert raw + paddings[group] == sum(padded[name] for name in ids)
 

@@ -10,7 +10,13 @@ from isobatch.common.errors import ConfigError
 from isobatch.loaders import StreamingLoader
 from isobatch.loaders.read.build import Build, open_builds
 from isobatch.loaders.steps.build_groups import KEPT_LOAD, pack_chosen
-from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
+from support.builds.sample_tables import (
+    LIMITS,
+    llm_tokens,
+    path_groups,
+    text_samples,
+    write_tabled,
+)
 
 NUM_SAMPLES = 400
 SAMPLES = text_samples(NUM_SAMPLES)
@@ -111,7 +117,7 @@ def test_groups_of_chosen_samples_are_full_again(urls):
         chosen = rng.random(NUM_SAMPLES) < rng.choice([0.05, 0.5, 0.99])
         groups = pack_chosen(build, chosen)
         assert sorted(groups.samples) == np.flatnonzero(chosen).tolist()
-        tokens = groups.sum(table.seq_len(np.arange(NUM_SAMPLES)))
+        tokens = groups.sum(llm_tokens(table, np.arange(NUM_SAMPLES)))
         assert tokens.max() <= LIMITS.max_seq_len
         stored = np.diff(table.offsets)
         whole = {

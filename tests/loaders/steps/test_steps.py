@@ -22,7 +22,13 @@ from isobatch.loaders.steps.build_groups import BuildSource
 from isobatch.loaders.steps.mixture import MixedGroups, MixedSource
 from isobatch.loaders.steps.source import sample_counts
 from isobatch.loaders.steps.steps import StepConfig, Steps
-from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
+from support.builds.sample_tables import (
+    LIMITS,
+    llm_tokens,
+    path_groups,
+    text_samples,
+    write_tabled,
+)
 from support.builds.shard_fixture import Sample
 from support.loading.step_planners import dispatch, repack
 
@@ -176,14 +182,15 @@ def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, 
     while steps.remaining:
         meter.add_step(steps.plan(1)[0], 0, 0.0)
     everyone = np.arange(len(build.index))
-    loads = build.index.column("num_image_patches", everyone), build.index.seq_len(everyone)
+    loads = build.index.column("num_image_patches", everyone), llm_tokens(build.index, everyone)
     taken = epoch_steps(loads, (world, 2), balance=0.5).transpose(0, 2, 1).ravel()
     groups = taken[taken >= 0]
     stats = meter.stats(0)
     assert stats.dist_ratio_vit == pytest.approx(
         dist_ratio(build.index.column("num_vit_tokens", groups), world)
     )
-    assert stats.dist_ratio_llm == pytest.approx(dist_ratio(build.index.seq_len(groups), world))
+    tokens = llm_tokens(build.index, groups)
+    assert stats.dist_ratio_llm == pytest.approx(dist_ratio(tokens, world))
     assert stats.dist_ratio_llm > 0
 
 
@@ -201,7 +208,7 @@ def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the
         groups = Groups(
             table.offsets[made.groups] + made.places, np.concatenate([[0], np.cumsum(sizes)])
         )
-        assert groups.sum(table.seq_len(np.arange(NUM_SAMPLES))).max() <= LIMITS.max_seq_len
+        assert groups.sum(llm_tokens(table, np.arange(NUM_SAMPLES))).max() <= LIMITS.max_seq_len
         groups_of.append({tuple(sorted(groups[g].tolist())) for g in range(len(groups))})
     assert len(groups_of[0] & groups_of[1]) < len(groups_of[0]) / 4
 

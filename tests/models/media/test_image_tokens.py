@@ -150,7 +150,7 @@ def test_tile_grid_equals_the_image_processors(
         assert (plan.columns, plan.rows) == get_optimal_tiled_canvas(
             (height, width), tile, min_patches, max_patches
         )
-        assert plan.whole_image == (plan.columns * plan.rows > 1)
+        assert plan.num_patches == plan.columns * plan.rows + (plan.columns * plan.rows > 1)
 
 
 def test_ties_between_grids_occur_in_the_random_sizes() -> None:

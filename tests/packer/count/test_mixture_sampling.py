@@ -13,8 +13,8 @@ from isobatch.packer.count.mixture_sampling import (
     left_out,
     part_numbers,
 )
-from isobatch.packer.sources.dataset import Dataset, Part
-from isobatch.packer.sources.detect import Located
+from isobatch.packer.sources.dataset import Dataset
+from isobatch.packer.sources.detect import Located, Part
 
 
 def mixture(*parts, num_samples=None):

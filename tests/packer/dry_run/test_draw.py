@@ -16,7 +16,8 @@ from isobatch.packer.config import BuildConfig
 from isobatch.packer.dry_run import draw as drawing
 from isobatch.packer.dry_run.draw import draw
 from isobatch.packer.dry_run.forecast import Drawn
-from isobatch.packer.sources.dataset import Dataset, Part, find_dataset
+from isobatch.packer.sources.dataset import Dataset, find_dataset
+from isobatch.packer.sources.detect import Part
 from support.builds.layouts import write_mds
 from support.builds.raw_data import options
 from support.cases import for_each

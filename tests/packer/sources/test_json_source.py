@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from isobatch.common.errors import DataError
 from isobatch.counting.records.record import MOST_DEPTH
 from isobatch.packer.sources import json_source as json_records
-from isobatch.packer.sources.base import cut
+from isobatch.packer.sources.base import FilePiece, cut
 from isobatch.packer.sources.json_source import read_json_records
 from isobatch.shards.folders import open_folder
 from support.cases import for_each
@@ -31,7 +31,7 @@ records = st.fixed_dictionaries(
 
 
 def records_of(path):
-    return read_json_records(open_folder(str(path.parent)), path.name)
+    return read_json_records(open_folder(str(path.parent)), FilePiece(path.name))
 
 
 def read(path):

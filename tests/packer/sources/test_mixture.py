@@ -16,7 +16,7 @@ from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.progress import StageProgress
 from isobatch.packer.sources import mixture as mixture_module
-from isobatch.packer.sources.dataset import find_dataset, list_datasets, print_datasets
+from isobatch.packer.sources.dataset import describe_known, find_dataset, print_datasets
 from isobatch.packer.sources.mixture import (
     is_meta,
     is_mixture,
@@ -314,12 +314,12 @@ def test_only_shipped_names_and_toml_files_are_mixtures(tmp_path):
 
 @pytest.mark.parametrize("name", preset_names("datasets"))
 def test_every_preset_loads_and_lists_all_that_is_missing(name, tmp_path):
-    (known,) = [one for one in list_datasets() if one.name == name]
-    assert known.description
-    assert all(origin for _, origin in known.needs)
+    description, needs = describe_known(name)
+    assert description
+    assert all(origin for _, origin in needs)
     with pytest.raises(DataError, match=r"is incomplete under .*; missing:") as caught:
         find_dataset(name, str(tmp_path))
-    for places, _ in known.needs:
+    for places, _ in needs:
         assert all(place in str(caught.value) for place in places.split(" and "))
 
 

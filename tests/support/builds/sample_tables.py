@@ -88,3 +88,8 @@ def write_texts(root: Path, sizes: Mapping[str, int]) -> list[Path]:
         write_tabled(root / name, path_groups(text_samples(size, name)))
         for name, size in sizes.items()
     ]
+
+
+def llm_tokens(table, rows):
+    """LLM tokens of rows of an index or of a table of samples."""
+    return sum(table.column(f"num_{kind}_tokens", rows) for kind in ("image", "text", "audio"))
