@@ -38,16 +38,16 @@ from isobatch.engine.cost_model.costs import Costs  # noqa: E402
 from isobatch.engine.planning.bmp import search_bmp_within  # noqa: E402
 from isobatch.engine.planning.partition import METHODS, by_step_time  # noqa: E402
 from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
-from isobatch.engine.planning.search.branch_and_bound import (  # noqa: E402
-    STARTS,
-    SearchResult,
-    anchors,
-    search_exact,
-)
 from isobatch.engine.planning.search.limits import SearchLimits  # noqa: E402
 from isobatch.engine.planning.search.local_search import (  # noqa: E402
     PartitionEvaluator,
     improve_partition,
+)
+from isobatch.engine.planning.search.partition_search import (  # noqa: E402
+    STARTS,
+    SearchResult,
+    anchors,
+    search_partition,
 )
 from isobatch.engine.simulator.evaluate import evaluate  # noqa: E402
 from isobatch.engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
@@ -161,7 +161,7 @@ def measure(case: Case, rounds: int) -> Row:
 
     def exact() -> SearchResult:
         limits = SearchLimits(deadline_s=time.monotonic() + case.time_limit)
-        return search_exact(costs, schedule, memory, limits)
+        return search_partition(costs, schedule, memory, limits)
 
     exact_s, found = least_s(exact, rounds)
     bmp_s, bmp = least_s(lambda: search_bmp_within(costs, schedule, memory), rounds)

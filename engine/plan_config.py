@@ -112,12 +112,12 @@ class PlanConfig:
         tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
     search: Annotated[
-        Literal["exact", "bmp"],
-        Option("exact: the fastest partition; bmp: OmniBal's search. Default: exact."),
-    ] = "exact"
+        Literal["local", "bmp"],
+        Option("local: small moves from many partitions; bmp: OmniBal's search. Default: local."),
+    ] = "local"
     time_limit: Annotated[
         float,
-        Option("Seconds after which the exact search ends with its best. Default: 30.", min=0),
+        Option("Seconds after which the search ends with its best. Default: 30.", min=0),
     ] = 30.0
     batch_size: Annotated[
         int | None,

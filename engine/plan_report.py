@@ -14,7 +14,6 @@ from isobatch.engine.cost_model.parallel import head_notes
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
 from isobatch.engine.planning.schedule_choice import ScheduleTrial
-from isobatch.engine.planning.search.limits import SearchProgress
 from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30
@@ -76,15 +75,6 @@ def trials_to_json(trials: Sequence[ScheduleTrial]) -> list[dict[str, Any]]:
         }
         for trial in trials
     ]
-
-
-def progress_text(progress: SearchProgress) -> str:
-    """Where a search is, in one line."""
-    where = f"searching partitions, {progress.width} of {progress.num_stages} stages at a time"
-    if progress.step_ns is None:
-        return f"{where}: none fits so far"
-    best = time_text(progress.step_ns)
-    return f"{where}: best step {best}, another one faster by at most {progress.gap:.2%}"
 
 
 def logits_text(plan: Plan) -> str:

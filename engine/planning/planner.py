@@ -20,8 +20,8 @@ from isobatch.engine.planning.bmp import search_bmp_within
 from isobatch.engine.planning.partition import by_layers, by_params
 from isobatch.engine.planning.plan import Plan, PlanRequest, Prediction
 from isobatch.engine.planning.recompute import RecomputeChooser, choose_recompute
-from isobatch.engine.planning.search.branch_and_bound import search_exact
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
 
 FREE_LINK: dict[str, Any] = {
@@ -100,13 +100,13 @@ class PlanResult:
 def plan(
     request: PlanRequest,
     *,
-    search: str = "exact",
+    search: str = "local",
     random: Loads | None = None,
     limits: SearchLimits = UNLIMITED,
 ) -> PlanResult:
     """Plan, and simulate the plan next to what trainers do, also with `random` micro-batches.
 
-    `search`: `exact` or `bmp`. `limits`: of the exact search. InfeasiblePlan if nothing fits into
+    `search`: `local` or `bmp`. `limits`: of the local search. InfeasiblePlan if nothing fits into
     memory.
     """
     pipelines = request.split(request.costs(request.loads))
@@ -280,8 +280,8 @@ def _search(
     """-> (borders, recompute, lower bound of a step's time if it is known)."""
     schedule = request.make_schedule()
     memory = request.memory_bytes
-    if search == "exact":
-        result = search_exact(costs, schedule, memory, limits)
+    if search == "local":
+        result = search_partition(costs, schedule, memory, limits)
         return result.borders, result.recompute, result.lower_bound_ns
     borders = search_bmp_within(costs, schedule, memory).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None

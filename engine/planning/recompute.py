@@ -11,7 +11,7 @@ import numpy as np
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
-from isobatch.engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
+from isobatch.engine.planning.rank_memory import fastest_choice, layer_memory, rank_order
 from isobatch.engine.simulator.evaluate import evaluate, memory_of
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
@@ -48,16 +48,6 @@ class RecomputeChooser:
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
         self._chosen: dict[tuple[int, ...], BoolArray | None] = {}
 
-    def choices(
-        self, rank: int, starts: IntArray, ends: IntArray, *, only_fastest: bool = False
-    ) -> tuple[BoolArray, bool]:
-        """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
-        order, memory = self.orders[rank], self.memory_bytes
-        # strided ones would have every kernel compiled a second time
-        starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
-        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_fastest)
-        return masks, bool(is_all)
-
     def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
         """Starts and ends of a rank's stages."""
         of_rank = slice(rank, None, self.schedule.num_ranks)
@@ -77,8 +67,10 @@ class RecomputeChooser:
         """Layers that a rank with these stages recomputes, (layers,); None if it never fits."""
         key = rank, *starts.tolist(), *ends.tolist()
         if key not in self._chosen:
-            masks, _ = self.choices(rank, starts, ends, only_fastest=True)
-            self._chosen[key] = masks[-1] if len(masks) else None
+            # strided ones would have every kernel compiled a second time
+            stages = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
+            mask, fits = fastest_choice(self.layers, self.orders[rank], *stages, self.memory_bytes)
+            self._chosen[key] = mask if fits else None
         return self._chosen[key]
 
 

@@ -4,7 +4,7 @@ From a partition to the best of those in which one border, or several neighbouri
 little, until none is better. 0.1 s for 125 layers in 8 stages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class PartitionEvaluator(RecomputeChooser):
         self.sums = layer_sums(costs, schedule)
         self.chunk = max(1, CHUNK_ACTIONS // len(schedule.kinds))
         """Partitions that are simulated at a time."""
+        self.actions = 0
+        """Actions that were simulated so far."""
         self._peaks: dict[tuple[int, ...], int] = {}
         self._bounds: dict[tuple[int, ...], int] = {}
 
@@ -53,6 +55,7 @@ class PartitionEvaluator(RecomputeChooser):
                 rows[np.ix_(indices, stages)] = num_rows + np.arange(len(stage_ns))
                 extra.append(stage_ns)
                 num_rows += len(stage_ns)
+        self.actions += int(fits.sum()) * len(self.schedule)
         steps = np.full(len(partitions), NEVER)
         steps[fits] = window_steps(
             self.schedule, self.sums, 0, partitions[fits], rows[fits], np.concatenate(extra)
@@ -97,20 +100,6 @@ class PartitionEvaluator(RecomputeChooser):
                     return  # there are no partitions
                 first, last = (np.ascontiguousarray(table[:, equal[0]]) for table in (starts, ends))
                 yield rank, equal, first, last
-
-    def times(self, partitions: IntArray, masks: Sequence[BoolArray]) -> IntArray:
-        """Step times of `partitions` where layers are recomputed by the mask of each."""
-        if not len(masks):
-            return np.zeros(0, np.int64)
-        # (partitions x stages, micro_batches)
-        extra_ns = np.concatenate(
-            [
-                np.add.reduceat(self.costs.recompute_ns * mask[:, np.newaxis], borders[:-1])
-                for borders, mask in zip(partitions, masks, strict=True)
-            ]
-        )
-        rows = np.arange(len(extra_ns)).reshape(len(masks), -1)
-        return window_steps(self.schedule, self.sums, 0, partitions, rows, extra_ns)
 
     def smallest(self, starts: IntArray, ends: IntArray) -> BoolArray:
         """The recomputation, (layers,), with which a rank with these stages needs least memory."""
