@@ -248,6 +248,7 @@ def changed_request(
     return plan.changed(
         cluster=on,
         schedule=schedule or plan.schedule,
+        deferred=plan.deferred if schedule in (None, plan.schedule) else None,
         num_micro_batches=count,
         memory_bytes=memory if memory_gib is None else gib_bytes(memory_gib),
         loads=_regrouped_loads(plan, count),

@@ -171,6 +171,9 @@ def headline(plan: Plan) -> str:
     """Model, GPUs, schedule and steps of a plan, in one line."""
     parallel = plan.parallel
     per_rank = f", {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
+    if plan.deferred is not None:
+        limits = " ".join(map(str, plan.deferred))
+        per_rank += f", weight gradients held back by rank at most: {limits}"
     return (
         f"{plan.model.name} on {plan.cluster.name}: {_many(parallel.num_gpus, 'GPU')} = "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "

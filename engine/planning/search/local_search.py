@@ -31,7 +31,7 @@ class PartitionEvaluator(RecomputeChooser):
         self.chunk = max(1, CHUNK_ACTIONS // len(schedule.kinds))
         """Partitions that are simulated at a time."""
         self.actions = 0
-        """Actions that were simulated so far."""
+        """Actions that were simulated, or whose memory was added up, so far."""
         self._peaks: dict[tuple[int, ...], int] = {}
         self._bounds: dict[tuple[int, ...], int] = {}
 
@@ -109,6 +109,7 @@ class PartitionEvaluator(RecomputeChooser):
     def least_peaks(self, partitions: IntArray, limit_bytes: int = NEVER) -> IntArray:
         """Peak of the fullest rank of each partition, (partitions,), with least memory."""
         del limit_bytes  # as the limit of `steps`; there is nothing to save here
+        self.actions += len(partitions) * len(self.schedule)
         peaks = np.zeros(len(partitions), np.int64)
         for rank, indices, starts, ends in self._distinct(partitions):
             key = rank, *starts.tolist(), *ends.tolist()
