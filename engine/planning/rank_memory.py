@@ -20,7 +20,7 @@ from isobatch.engine.simulator.schedule import PassKind, Schedule
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(PassKind)[:4])
 
-MOST_TRIED = 20_000
+MOST_TRIED = 2_000
 """Choices of one rank that are tried: thousands suffice for a handful of kinds; .1 s."""
 
 
@@ -244,7 +244,10 @@ def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
 
 @kernel
 def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[no-untyped-def]
-    """-> (recomputed layers with which a rank fits, (layers,) bool, of least time; whether any)."""
+    """-> (recomputed layers with which a rank fits, (layers,) bool, of least time; choices tried).
+
+    0 tried if none fits.
+    """
     rank = RankStages(layers, order, starts, ends, memory_bytes)
     members, firsts = _groups(layers.kind, starts, ends)
     num_groups, num_layers = len(firsts) - 1, len(layers.kind)
@@ -255,7 +258,7 @@ def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[n
     for group in range(num_groups):
         _set(groups, group, firsts[group + 1] - firsts[group])
     if not _fits(rank, groups.recompute):
-        return groups.recompute, False
+        return groups.recompute, 0
     # a good first choice: least of the slowest groups first
     each_ns = np.zeros(num_groups, np.int64)
     if len(members):
@@ -264,8 +267,9 @@ def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[n
         _set_fewest(groups, rank, group)
     best, best_ns = groups.counts.copy(), (groups.counts * each_ns).sum()
     # all choices, the first group's number changing slowest
-    changed = -1
-    for _ in range(MOST_TRIED):
+    changed, tried = -1, 0
+    while tried < MOST_TRIED:
+        tried += 1
         _complete(groups, rank, changed + 1)
         time = (groups.counts * each_ns).sum()
         if time < best_ns:
@@ -275,4 +279,4 @@ def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[n
             break
     for group in range(num_groups):
         _set(groups, group, best[group])
-    return groups.recompute, True
+    return groups.recompute, tried

@@ -17,6 +17,8 @@ from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 
 GIB = 1 << 30
+PEAKS_PER_CHOICE = 40
+"""Peaks of memory that a choice of recomputed layers takes, about: bisections for each kind."""
 
 
 class InfeasiblePlan(IsobatchError):
@@ -46,6 +48,8 @@ class RecomputeChooser:
         self.frees: BoolArray = np.asarray(self.layers.kind >= 0)
         """(layers,): whether recomputation frees anything."""
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
+        self.actions = 0
+        """Actions that were simulated, or whose memory was added up, so far."""
         self._chosen: dict[tuple[int, ...], BoolArray | None] = {}
 
     def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
@@ -69,8 +73,10 @@ class RecomputeChooser:
         if key not in self._chosen:
             # strided ones would have every kernel compiled a second time
             stages = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
-            mask, fits = fastest_choice(self.layers, self.orders[rank], *stages, self.memory_bytes)
-            self._chosen[key] = mask if fits else None
+            order = self.orders[rank]
+            mask, tried = fastest_choice(self.layers, order, *stages, self.memory_bytes)
+            self._chosen[key] = mask if tried else None
+            self.actions += (1 + tried) * PEAKS_PER_CHOICE * len(order.kinds)
         return self._chosen[key]
 
 

@@ -30,8 +30,6 @@ class PartitionEvaluator(RecomputeChooser):
         self.sums = layer_sums(costs, schedule)
         self.chunk = max(1, CHUNK_ACTIONS // len(schedule.kinds))
         """Partitions that are simulated at a time."""
-        self.actions = 0
-        """Actions that were simulated, or whose memory was added up, so far."""
         self._peaks: dict[tuple[int, ...], int] = {}
         self._bounds: dict[tuple[int, ...], int] = {}
 

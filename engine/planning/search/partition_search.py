@@ -31,6 +31,8 @@ from isobatch.engine.simulator.schedule import Schedule
 
 STARTS = 3
 """Anchors from which the local search starts."""
+DESCENT_SHARE = 0.25
+"""Share of the remaining time that one local search may take."""
 KICKS = 12
 """Random starts near the best partition at most."""
 MOST_ACTIONS = 200_000_000
@@ -115,11 +117,11 @@ def improve_from(
         starts, steps = [smallest], evaluator.steps(smallest[np.newaxis])
         if steps.min() == NEVER:
             return smallest, NEVER
-    results = [
-        improve_partition(evaluator.steps, starts[row], chunk=evaluator.chunk, limits=limits)
-        for row in np.argsort(steps, kind="stable")[:STARTS].tolist()
-        if steps[row] < NEVER
-    ]
+    results = []
+    for row in np.argsort(steps, kind="stable")[:STARTS].tolist():
+        if steps[row] < NEVER:
+            part, chunk = limits.part(DESCENT_SHARE), evaluator.chunk
+            results.append(improve_partition(evaluator.steps, starts[row], chunk=chunk, limits=part))
     return min(results, key=_value)
 
 
