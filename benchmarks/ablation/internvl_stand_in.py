@@ -177,7 +177,7 @@ def make_stand_ins(
 
 
 def partitions(model: Model, micro_batches: int) -> dict[str, IntArray]:
-    """By OmniBal's Table 4's methods and by the exact search, nothing recomputed, memory without
+    """By OmniBal's Table 4's methods and by the search, nothing recomputed, memory without
     end.
     """
     costs, stages = model.full, model.parallel.pp

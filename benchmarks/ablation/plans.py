@@ -208,7 +208,7 @@ def _with_most_memory(costs: Costs, others: Iterable[Costs]) -> Costs:
 def _searched(
     setting: Setting, data: Variant, largest: Costs, memory_bytes: int, name: str, stages: int
 ) -> Variant:
-    """The exact search's partition and recomputation for a schedule."""
+    """The search's partition and recomputation for a schedule."""
     planned = replace(data, schedule=name, stages_per_rank=stages)
     split = planned.splits_backward
     costs = [setting.costs_of(own, padded=False, split=split) for own in every(data.steps)]

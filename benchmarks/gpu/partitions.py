@@ -69,7 +69,7 @@ class Choice:
     paper: list[int]
     """Layers of each stage."""
     modelled: list[int]
-    """The exact search's on the analytical model's costs."""
+    """The search's on the analytical model's costs."""
     measured: list[int]
     """On measured ones."""
     recomputed: list[int]
@@ -113,7 +113,7 @@ def table_4(costs: Costs, measured: Costs, memory_bytes: int) -> list[Method]:
     found["BMP"] = search_bmp(
         costs, INTERNVL.pp, lambda borders: step_ns(costs, borders)
     ).best.borders
-    found["exact, not recomputed"] = search_partition(costs, schedule, memory_bytes).borders
+    found["searched, not recomputed"] = search_partition(costs, schedule, memory_bytes).borders
     best = search_bmp(
         measured, INTERNVL.pp, lambda borders: step_ns(measured, borders)
     ).best.borders

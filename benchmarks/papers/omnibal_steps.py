@@ -147,7 +147,7 @@ def equal_costs(pair: Pair, cluster: Cluster, training: Training) -> Costs:
 
 
 def planned_for(data: Data, pair: Pair, cluster: Cluster, training: Training) -> IntArray:
-    """The exact search's partition for a step of uneven data, nothing recomputed and memory without
+    """The searched partition for a step of uneven data, nothing recomputed and memory without
     end.
     """
     loads = data.loads.take(np.arange(data.micro_batches))
@@ -166,7 +166,7 @@ def encoder_first(costs: Costs, num_stages: int) -> IntArray:
 
 
 def trainers(pair: Pair, cluster: Cluster, training: Training) -> tuple[Trainer, Trainer, Trainer]:
-    """Before; with the exact search's partition, everything recomputed; and with what must be
+    """Before; with the searched partition, everything recomputed; and with what must be
     recomputed.
     """
     costs = equal_costs(pair, cluster, training)

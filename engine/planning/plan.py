@@ -159,6 +159,8 @@ class Plan(PlanRequest):
                 f"loads of {len(self.loads)} micro-batches and {len(self.full)} of the largest; "
                 f"give steps of {max(per_step, 1)}, and 1"
             )
+        if self.deferred is not None:
+            self.make_schedule()
         self._check_predicted()
 
     def _check_predicted(self) -> None:

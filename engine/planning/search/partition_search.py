@@ -33,10 +33,10 @@ STARTS = 3
 """Anchors from which the local search starts."""
 DESCENT_SHARE = 0.25
 """Share of the remaining time that one local search may take."""
-KICKS = 12
+KICKS = 100
 """Random starts near the best partition at most."""
-MOST_ACTIONS = 200_000_000
-"""Simulated actions after which no such start begins: a second."""
+MOST_ACTIONS = 1_000_000_000
+"""Simulated actions after which no such start begins: 5 s."""
 FARTHEST_KICK = 4
 """Layers by which such a start moves a border at most."""
 
@@ -121,7 +121,9 @@ def improve_from(
     for row in np.argsort(steps, kind="stable")[:STARTS].tolist():
         if steps[row] < NEVER:
             part, chunk = limits.part(DESCENT_SHARE), evaluator.chunk
-            results.append(improve_partition(evaluator.steps, starts[row], chunk=chunk, limits=part))
+            results.append(
+                improve_partition(evaluator.steps, starts[row], chunk=chunk, limits=part)
+            )
     return min(results, key=_value)
 
 
@@ -182,7 +184,8 @@ def fastest_chain(evaluator: PartitionEvaluator, limit_ns: int) -> tuple[int, In
 def kicked(borders: IntArray, rng: np.random.Generator) -> IntArray:
     """A partition near this one: a third of its borders move a little, no stage is empty."""
     inner = len(borders) - 2
-    moves = rng.integers(-FARTHEST_KICK, FARTHEST_KICK + 1, inner) * (rng.random(inner) < 1 / 3)
+    far = int(rng.integers(1, FARTHEST_KICK + 1))
+    moves = rng.integers(-far, far + 1, inner) * (rng.random(inner) < 1 / 3)
     # each border after the one before it, and with a layer for each stage behind it
     near = borders.copy()
     for at, move in enumerate(moves.tolist(), 1):

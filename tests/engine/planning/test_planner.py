@@ -29,7 +29,9 @@ from isobatch.engine.planning.planner import simulate_run, tensor_parallel_ns
 from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
 from isobatch.engine.planning.search.limits import SearchLimits
 from isobatch.engine.planning.search.partition_search import search_partition
+from isobatch.engine.runtime.pipeline import PipelineOptions
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.schedule import most_deferred
 from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
 
@@ -177,6 +179,46 @@ def test_every_schedule_can_be_planned(schedule, stages_per_rank):
     plan = planner.plan(asked).plan
     assert len(plan.borders) - 1 == 4 * stages_per_rank
     assert len(plan.predicted.bubble_ratio) == len(plan.predicted.peak_bytes) == 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank", "joint"),
+    [("zero_bubble", 1, "1f1b"), ("interleaved_zero_bubble", 2, "interleaved")],
+)
+def test_deferred_weight_gradients_fit_and_are_run_as_simulated(schedule, per_rank, joint):
+    """And a plan that defers is never slower than one that does not."""
+    asked = one_step().changed(schedule=schedule, stages_per_rank=per_rank)
+    most = most_deferred(schedule, 4)
+    free = planner.plan(asked.changed(memory_bytes=1 << 50)).plan
+    for share in (0.9, 0.6):
+        memory = int(share * max(free.predicted.full_peak_bytes))
+        tight = asked.changed(memory_bytes=memory)
+        result = planner.plan(tight)
+        plain = planner.plan(tight.changed(schedule=joint))
+        assert result.best.step_ns <= plain.best.step_ns
+        plan = result.plan
+        assert max(plan.predicted.full_peak_bytes) <= memory
+        read = plan_from_json(plan.to_json(), where="here")
+        options = PipelineOptions(
+            schedule=schedule, stages_per_rank=per_rank, deferred=read.deferred
+        )
+        ran = options.make_schedule(4, plan.num_micro_batches)
+        assert same_orders(ran, result.best.steps[0].timeline.program.schedule)
+        # as many as fit, of which one more would not
+        costs = tight.costs(tight.full_step)
+        filled = planner.deferring_more(
+            tight.changed(deferred=(0,) * 4), costs, plan.border_array, plan.recompute_mask
+        )
+        for rank, count in enumerate(filled.deferred):
+            more = [*filled.deferred]
+            more[rank] = min(count + 1, most[rank])
+            over = tight.changed(deferred=tuple(more)).make_schedule()
+            step = evaluate(costs, plan.border_array, plan.recompute_mask, over)
+            assert count == most[rank] or step.memory.peak_bytes[rank] > memory
+
+
+def same_orders(one, other):
+    return all(one.of_rank(rank) == other.of_rank(rank) for rank in range(one.num_ranks))
 
 
 def test_shares_of_time_add_up_and_waiting_is_what_is_left(result):

@@ -1,7 +1,5 @@
 """Memory of running pipelines, every byte counted, next to that of their plans in each mode."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -18,6 +16,8 @@ from support.rank_programs.rank_memory import (
 from support.ranks import run_ranks
 
 DP, CLOSE = 2, 0.05
+OVER = 1.06
+"""Plan over what is counted: a head whose weight gradient comes later needs less than planned."""
 MODES = [
     TrainingMode(precision=precision, zero_stage=stage)
     for precision in ("fp32", "bf16")
@@ -36,12 +36,10 @@ def test_what_is_live_at_most_is_what_was_planned(mode, tmp_path_factory):
         for rank, said in enumerate(counted):
             own, where = said[name], f"{name}, rank {rank}"
             peak = plan.predicted.full_peak_bytes[rank % PP]
-            # plans have gradients from the beginning; in GPipe they come after all forward passes
-            least = peak - own["gradients"] if run.schedule == "gpipe" else peak
-            if os.environ.get("ZB"):
-                print(f"ZB|{mode}|{name}|{rank}|{peak}|{own['peak']}|{own['peak']/peak:.3f}|{own['gradients']}")
-                continue
-            assert (1 - CLOSE) * least <= own["peak"] <= (1 + CLOSE) * peak, where
+            # plans have gradients from the beginning; in a step they come with backward passes
+            assert peak / OVER <= own["planned"] <= (1 + CLOSE) * peak, where
+            assert own["peak"] <= (1 + CLOSE) * peak, where
+            assert own["peak"] >= (1 - CLOSE) * (peak - own["gradients"]), where
             # between steps, when there are no gradients
             kept = plan.predicted.state_bytes[rank % PP] - own["gradients"]
             assert own["kept"] == pytest.approx(kept, rel=0.01), where
