@@ -1,1 +1,1 @@
-"""Search for the fastest partition: local search, and a bound of what could be faster."""
+"""Search for the fastest partition: local search, and a bound of the best."""

@@ -1,4 +1,4 @@
-"""The fastest partition that a local search finds, and how far from the best it can be.
+"""Local search for the fastest partition, and how far from the best it can be.
 
 Minimises the simulated time of the whole step: from several anchors to the partitions that small
 moves lead to, then from random places near the best of these. No partition is faster than the
