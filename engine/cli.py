@@ -25,7 +25,6 @@ from isobatch.engine.plan_report import (
     print_plan,
     print_result,
     print_trials,
-    progress_text,
     report_console,
     run_to_json,
     trials_to_json,
@@ -79,10 +78,7 @@ def plan(
     with messages.status("reading") as status:
         request, random = plan_request(options)
         status.update("planning")
-        limits = SearchLimits(
-            deadline_s=begun + options.time_limit,
-            report=lambda progress: status.update(progress_text(progress)),
-        )
+        limits = SearchLimits(deadline_s=begun + options.time_limit)
         trials: tuple[ScheduleTrial, ...] = ()
         free_limits = limits if options.trainer is None else limits.part(FREE_SHARE)
         if options.schedule == BEST:

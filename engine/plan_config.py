@@ -112,12 +112,12 @@ class PlanConfig:
         tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
     search: Annotated[
-        Literal["exact", "bmp"],
-        Option("exact: the fastest partition; bmp: OmniBal's search. Default: exact."),
-    ] = "exact"
+        Literal["local", "bmp"],
+        Option("local: small moves from many partitions; bmp: OmniBal's search. Default: local."),
+    ] = "local"
     time_limit: Annotated[
         float,
-        Option("Seconds after which the exact search ends with its best. Default: 30.", min=0),
+        Option("Seconds after which the search ends with its best. Default: 30.", min=0),
     ] = 30.0
     batch_size: Annotated[
         int | None,
@@ -248,6 +248,7 @@ def changed_request(
     return plan.changed(
         cluster=on,
         schedule=schedule or plan.schedule,
+        deferred=plan.deferred if schedule in (None, plan.schedule) else None,
         num_micro_batches=count,
         memory_bytes=memory if memory_gib is None else gib_bytes(memory_gib),
         loads=_regrouped_loads(plan, count),

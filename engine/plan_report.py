@@ -16,7 +16,6 @@ from isobatch.engine.cost_model.parallel import head_notes
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
 from isobatch.engine.planning.schedule_choice import ScheduleTrial
-from isobatch.engine.planning.search.limits import SearchProgress
 from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30
@@ -80,15 +79,6 @@ def trials_to_json(trials: Sequence[ScheduleTrial]) -> list[dict[str, Any]]:
         }
         for trial in trials
     ]
-
-
-def progress_text(progress: SearchProgress) -> str:
-    """Where a search is, in one line."""
-    where = f"searching partitions, {progress.width} of {progress.num_stages} stages at a time"
-    if progress.step_ns is None:
-        return f"{where}: none fits so far"
-    best = time_text(progress.step_ns)
-    return f"{where}: best step {best}, another one faster by at most {progress.gap:.2%}"
 
 
 def logits_text(plan: Plan) -> str:
@@ -191,6 +181,9 @@ def headline(plan: Plan) -> str:
     """Model, GPUs, schedule and steps of a plan, in one line."""
     parallel = plan.parallel
     per_rank = f", {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
+    if plan.deferred is not None:
+        limits = " ".join(map(str, plan.deferred))
+        per_rank += f", weight gradients held back by rank at most: {limits}"
     return (
         f"{plan.model.name} on {plan.cluster.name}: {_many(parallel.num_gpus, 'GPU')} = "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "

@@ -23,7 +23,7 @@ from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.planning.bmp import search_bmp
 from isobatch.engine.planning.partition import METHODS
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import Schedule, one_f_one_b
@@ -177,7 +177,7 @@ def make_stand_ins(
 
 
 def partitions(model: Model, micro_batches: int) -> dict[str, IntArray]:
-    """By OmniBal's Table 4's methods and by the exact search, nothing recomputed, memory without
+    """By OmniBal's Table 4's methods and by the search, nothing recomputed, memory without
     end.
     """
     costs, stages = model.full, model.parallel.pp
@@ -190,5 +190,5 @@ def partitions(model: Model, micro_batches: int) -> dict[str, IntArray]:
 
     found = {name: method(costs, stages) for name, method in METHODS.items()}
     found["BMP"] = search_bmp(costs, stages, step_ns).best.borders
-    found["exact"] = search_exact(costs, schedule, 1 << 50).borders
+    found["exact"] = search_partition(costs, schedule, 1 << 50).borders
     return found

@@ -30,7 +30,7 @@ from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.planning.partition import by_layers, by_params
 from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import make_schedule, one_f_one_b
 from isobatch.engine.tuning.step_planner import TunedSteps
@@ -208,14 +208,14 @@ def _with_most_memory(costs: Costs, others: Iterable[Costs]) -> Costs:
 def _searched(
     setting: Setting, data: Variant, largest: Costs, memory_bytes: int, name: str, stages: int
 ) -> Variant:
-    """The exact search's partition and recomputation for a schedule."""
+    """The search's partition and recomputation for a schedule."""
     planned = replace(data, schedule=name, stages_per_rank=stages)
     split = planned.splits_backward
     costs = [setting.costs_of(own, padded=False, split=split) for own in every(data.steps)]
     typical = sorted(costs, key=lambda own: int(own.forward_ns.sum()))[len(costs) // 2]
     schedule = make_schedule(name, setting.stages, typical.num_micro_batches, stages)
     typical = _with_most_memory(typical, [largest])
-    found = search_exact(typical, schedule, memory_bytes)
+    found = search_partition(typical, schedule, memory_bytes)
     return replace(planned, borders=found.borders, recompute=found.recompute)
 
 

@@ -28,7 +28,7 @@ from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.profile_table import Profile, measured_costs
 from isobatch.engine.planning.bmp import candidate, search_bmp
 from isobatch.engine.planning.partition import METHODS
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import one_f_one_b
 from isobatch.models.presets import ModelPreset, load_model
@@ -69,7 +69,7 @@ class Choice:
     paper: list[int]
     """Layers of each stage."""
     modelled: list[int]
-    """The exact search's on the analytical model's costs."""
+    """The search's on the analytical model's costs."""
     measured: list[int]
     """On measured ones."""
     recomputed: list[int]
@@ -113,7 +113,7 @@ def table_4(costs: Costs, measured: Costs, memory_bytes: int) -> list[Method]:
     found["BMP"] = search_bmp(
         costs, INTERNVL.pp, lambda borders: step_ns(costs, borders)
     ).best.borders
-    found["exact, not recomputed"] = search_exact(costs, schedule, memory_bytes).borders
+    found["searched, not recomputed"] = search_partition(costs, schedule, memory_bytes).borders
     best = search_bmp(
         measured, INTERNVL.pp, lambda borders: step_ns(measured, borders)
     ).best.borders
@@ -151,7 +151,9 @@ def table_9(pair: Pair, modelled: Costs, measured: Costs, memory_bytes: int) -> 
     measured layers.
     """
     schedule = one_f_one_b(pair.pp, MICRO_BATCHES)
-    ours, theirs = (search_exact(costs, schedule, memory_bytes) for costs in (measured, modelled))
+    ours, theirs = (
+        search_partition(costs, schedule, memory_bytes) for costs in (measured, modelled)
+    )
     carried = evaluate(measured, theirs.borders, theirs.recompute, schedule)
     paper_ratio = paper_fits = None
     if sum(pair.layers) == int(is_transformer(measured).sum()):

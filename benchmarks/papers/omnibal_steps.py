@@ -19,7 +19,7 @@ from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.cost_model.parallel import Training, reduction_ns
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import one_f_one_b
 from isobatch.models.clusters import Cluster
@@ -147,12 +147,12 @@ def equal_costs(pair: Pair, cluster: Cluster, training: Training) -> Costs:
 
 
 def planned_for(data: Data, pair: Pair, cluster: Cluster, training: Training) -> IntArray:
-    """The exact search's partition for a step of uneven data, nothing recomputed and memory without
+    """The searched partition for a step of uneven data, nothing recomputed and memory without
     end.
     """
     loads = data.loads.take(np.arange(data.micro_batches))
     costs = layer_costs(load_model(pair.preset), cluster, pair.parallel, loads, training)
-    return search_exact(costs, one_f_one_b(pair.pp, data.micro_batches), 1 << 50).borders
+    return search_partition(costs, one_f_one_b(pair.pp, data.micro_batches), 1 << 50).borders
 
 
 def encoder_first(costs: Costs, num_stages: int) -> IntArray:
@@ -166,11 +166,13 @@ def encoder_first(costs: Costs, num_stages: int) -> IntArray:
 
 
 def trainers(pair: Pair, cluster: Cluster, training: Training) -> tuple[Trainer, Trainer, Trainer]:
-    """Before; with the exact search's partition, everything recomputed; and with what must be
+    """Before; with the searched partition, everything recomputed; and with what must be
     recomputed.
     """
     costs = equal_costs(pair, cluster, training)
-    found = search_exact(costs, one_f_one_b(pair.pp, MICRO_BATCHES), cluster.usable_memory_bytes)
+    found = search_partition(
+        costs, one_f_one_b(pair.pp, MICRO_BATCHES), cluster.usable_memory_bytes
+    )
     everything = np.ones(costs.num_layers, np.bool_)
     kinds = [
         (encoder_first(costs, pair.pp), everything),

@@ -28,10 +28,10 @@ from isobatch.engine.simulator.stages import check_partition
 from isobatch.models.clusters import Cluster
 from isobatch.models.presets import ModelPreset, model_from_dict, model_to_dict
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
-_PARTITION = ("layer_names", "borders", "recompute", "gap")
+_PARTITION = ("layer_names", "borders", "recompute", "deferred", "gap")
 _MODE_IN = ("parallel", "training")
 """Inputs that had parts of the mode in version 1."""
 _KEYS = ("version", "inputs", "inputs_hash", *_PARTITION, "predicted")
@@ -81,6 +81,9 @@ class PlanRequest:
     """One micro-batch, the largest that memory is planned for."""
     loads: Loads
     """Loads of the planned steps, (steps * dp * micro_batches,): by step, in it by rank."""
+    deferred: tuple[int, ...] | None = None
+    """Weight gradients that each pipeline rank may hold back, so that they fit into memory: chosen
+    by the planner. None: as many as the schedule does (`most_deferred`)."""
 
     def __post_init__(self) -> None:
         parts = {layer.part for layer in layers_of(self.model, self.parallel)}
@@ -121,7 +124,7 @@ class PlanRequest:
     def make_schedule(self) -> Schedule:
         """The schedule of the pipeline's stages."""
         count, per_rank = self.num_micro_batches, self.stages_per_rank
-        return make_schedule(self.schedule, self.parallel.pp, count, per_rank)
+        return make_schedule(self.schedule, self.parallel.pp, count, per_rank, self.deferred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,6 +159,8 @@ class Plan(PlanRequest):
                 f"loads of {len(self.loads)} micro-batches and {len(self.full)} of the largest; "
                 f"give steps of {max(per_step, 1)}, and 1"
             )
+        if self.deferred is not None:
+            self.make_schedule()
         self._check_predicted()
 
     def _check_predicted(self) -> None:
@@ -199,6 +204,7 @@ class Plan(PlanRequest):
             "layer_names": list(self.layer_names),
             "borders": list(self.borders),
             "recompute": list(self.recompute),
+            "deferred": None if self.deferred is None else list(self.deferred),
             "gap": self.gap,
             "predicted": _plain(asdict(self.predicted)),
         }
@@ -217,7 +223,7 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
     """The inverse of `Plan.to_json`. ConfigError: other version or keys, edited inputs.
 
     Version 1 had no mode: its plans are of what they assumed, bf16 weights and float32 masters. It
-    had no gap. Before version 3 all tokens counted as labelled.
+    had no gap. Before version 3 all tokens counted as labelled, before 4 nothing bound deferral.
     """
     version = values.get("version") if isinstance(values, dict) else None
     if not isinstance(version, int) or not 1 <= version <= PLAN_VERSION:
@@ -227,6 +233,8 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
         )
     if version == 1:
         values = {"gap": None, **values}
+    if version < 4:
+        values = {"deferred": None, **values}
     _require_keys(values, set(_KEYS), where)
     # first, so that what follows only meets what a planner wrote
     if _hash(values["inputs"]) != values["inputs_hash"]:
@@ -272,7 +280,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def _loads_from_json(values: dict[str, Any], version: int, where: str) -> Loads:
-    phases = set(PHASES) - ({"labels"} if version < PLAN_VERSION else set())
+    phases = set(PHASES) - ({"labels"} if version < 3 else set())
     for phase, columns in _require_keys(values, phases, f"{where}, loads").items():
         _require_keys(columns, set(QUANTITIES), f"{where}, loads of {phase}")
         for column in columns.values():

@@ -19,10 +19,12 @@ from isobatch.engine.cost_model.profile_table import Profile, measured_costs, pr
 from isobatch.engine.planning.bmp import search_bmp_within
 from isobatch.engine.planning.partition import by_layers, by_params
 from isobatch.engine.planning.plan import Plan, PlanRequest, Prediction
-from isobatch.engine.planning.recompute import RecomputeChooser, choose_recompute
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.rank_memory import peak_bytes, rank_order
+from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser, choose_recompute
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
+from isobatch.engine.planning.search.partition_search import SearchResult, search_partition
 from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
+from isobatch.engine.simulator.schedule import most_deferred
 
 FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,
@@ -100,31 +102,31 @@ class PlanResult:
 def plan(
     request: PlanRequest,
     *,
-    search: str = "exact",
+    search: str = "local",
     random: Loads | None = None,
     limits: SearchLimits = UNLIMITED,
 ) -> PlanResult:
     """Plan, and simulate the plan next to what trainers do, also with `random` micro-batches.
 
-    `search`: `exact` or `bmp`. `limits`: of the exact search. InfeasiblePlan if nothing fits into
+    `search`: `local` or `bmp`. `limits`: of the local search. InfeasiblePlan if nothing fits into
     memory.
     """
     pipelines = request.split(request.costs(request.loads))
     full = request.costs(request.full_step)
     typical = typical_costs(pipelines, full)
     runs = _baselines(request, pipelines, typical, random)
-    borders, recompute, bound_ns = _search(typical, request, search, limits)
+    chosen, borders, recompute, bound_ns = _search(typical, request, search, limits)
     name = "the plan: searched partition, as little recomputed as fits"
-    best = simulate_run(request, name, pipelines, request.loads, borders, recompute)
+    best = simulate_run(chosen, name, pipelines, request.loads, borders, recompute)
     # the search is for one step: over all of them, the simpler partition may be faster
-    schedule = request.make_schedule()
     careful = runs[-1]
-    at_full = evaluate(typical, careful.borders, careful.recompute, schedule)
+    at_full = evaluate(typical, careful.borders, careful.recompute, request.make_schedule())
     if careful.step_ns < best.step_ns and at_full.fits(request.memory_bytes):
         best = replace(careful, name="the plan: even layers, as little recomputed as fits")
-    step_ns = evaluate(typical, best.borders, best.recompute, schedule).step_ns
+        chosen = request
+    step_ns = evaluate(typical, best.borders, best.recompute, chosen.make_schedule()).step_ns
     gap = None if bound_ns is None else (step_ns - bound_ns) / max(step_ns, 1)
-    return PlanResult(plan=replace(make_plan(request, best, full), gap=gap), runs=(*runs, best))
+    return PlanResult(plan=replace(make_plan(chosen, best, full), gap=gap), runs=(*runs, best))
 
 
 def typical_costs(pipelines: list[Costs], full: Costs) -> Costs:
@@ -276,15 +278,58 @@ def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
 
 def _search(
     costs: Costs, request: PlanRequest, search: str, limits: SearchLimits
-) -> tuple[IntArray, BoolArray, int | None]:
-    """-> (borders, recompute, lower bound of a step's time if it is known)."""
-    schedule = request.make_schedule()
+) -> tuple[PlanRequest, IntArray, BoolArray, int | None]:
+    """-> (request, borders, recompute, lower bound of a step's time if it is known).
+
+    The request says how many weight gradients each rank may hold back. Those and activations share
+    the memory. So tried are as many as the schedule does; and one or none, then as many as fit.
+    """
     memory = request.memory_bytes
-    if search == "exact":
-        result = search_exact(costs, schedule, memory, limits)
-        return result.borders, result.recompute, result.lower_bound_ns
-    borders = search_bmp_within(costs, schedule, memory).best.borders
-    return borders, choose_recompute(costs, borders, schedule, memory), None
+    if search == "bmp":
+        schedule = request.make_schedule()
+        borders = search_bmp_within(costs, schedule, memory).best.borders
+        return request, borders, choose_recompute(costs, borders, schedule, memory), None
+    requests = [request]
+    if any(most_deferred(request.schedule, request.parallel.pp)):
+        requests += [request.changed(deferred=(few,) * request.parallel.pp) for few in (1, 0)]
+    results: list[tuple[int, PlanRequest, SearchResult]] = []
+    problem = InfeasiblePlan("there is nothing to search")
+    for place, variant in enumerate(requests):
+        part = limits.part(1 / (len(requests) - place))
+        try:
+            result = search_partition(costs, variant.make_schedule(), memory, part)
+        except InfeasiblePlan as error:
+            problem = error
+            continue
+        results.append((result.step_ns, variant, result))
+        if variant.deferred is not None:
+            filled = deferring_more(variant, costs, result.borders, result.recompute)
+            step = evaluate(costs, result.borders, result.recompute, filled.make_schedule())
+            results.append((step.step_ns, filled, result))
+    if not results:
+        raise problem
+    _, chosen, best = min(results, key=lambda one: one[0])
+    bound_ns = min(result.lower_bound_ns for _, _, result in results)
+    return chosen, best.borders, best.recompute, bound_ns
+
+
+def deferring_more(
+    request: PlanRequest, costs: Costs, borders: IntArray, recompute: BoolArray
+) -> PlanRequest:
+    """The request with as many weight gradients held back on each rank as fit into memory."""
+    chooser = RecomputeChooser(costs, request.make_schedule(), request.memory_bytes)
+    most = most_deferred(request.schedule, request.parallel.pp)
+    deferred = list(request.deferred or most)
+    for count in range(1, max(most) + 1):
+        # on each rank one more than before, or as many as fit
+        limits = tuple(min(count, limit) for limit in most)
+        schedule = request.changed(deferred=limits).make_schedule()
+        for rank, limit in enumerate(limits):
+            stages = map(np.ascontiguousarray, chooser.stages_of(borders, rank))
+            peak = peak_bytes(chooser.layers, rank_order(schedule, rank), *stages, recompute)
+            if peak <= request.memory_bytes and deferred[rank] == limit - 1:
+                deferred[rank] = limit
+    return request.changed(deferred=tuple(deferred))
 
 
 def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:

@@ -20,10 +20,8 @@ from isobatch.engine.simulator.schedule import PassKind, Schedule
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(PassKind)[:4])
 
-MOST_TRIED = 20_000
+MOST_TRIED = 2_000
 """Choices of one rank that are tried: thousands suffice for a handful of kinds; .1 s."""
-MOST_FOUND = 2_000
-"""Choices that fit which are kept at most."""
 
 
 class LayerMemory(NamedTuple):
@@ -245,12 +243,10 @@ def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def minimal_choices(  # type: ignore[no-untyped-def]
-    layers, order, starts, ends, memory_bytes, only_fastest
-):
-    """Choices of recomputed layers with which a rank fits, and with one layer less would not.
+def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[no-untyped-def]
+    """-> (recomputed layers with which a rank fits, (layers,) bool, of least time; choices tried).
 
-    -> ((choices, layers) bool, whether these are all). With `only_fastest` only the fastest one.
+    0 tried if none fits.
     """
     rank = RankStages(layers, order, starts, ends, memory_bytes)
     members, firsts = _groups(layers.kind, starts, ends)
@@ -262,55 +258,25 @@ def minimal_choices(  # type: ignore[no-untyped-def]
     for group in range(num_groups):
         _set(groups, group, firsts[group + 1] - firsts[group])
     if not _fits(rank, groups.recompute):
-        return np.zeros((0, num_layers), np.bool_), True
+        return groups.recompute, 0
     # a good first choice: least of the slowest groups first
     each_ns = np.zeros(num_groups, np.int64)
     if len(members):
         each_ns[:] = layers.extra_ns[members[firsts[:-1]]]
-    counts = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in np.argsort(-each_ns):
         _set_fewest(groups, rank, group)
-    counts[0] = groups.counts
-    num_found = 1
-    tried = 0
-    best_ns = (groups.counts * each_ns).sum()
-    changed = -1
+    best, best_ns = groups.counts.copy(), (groups.counts * each_ns).sum()
     # all choices, the first group's number changing slowest
-    while tried < MOST_TRIED and num_found < MOST_FOUND:
+    changed, tried = -1, 0
+    while tried < MOST_TRIED:
         tried += 1
         _complete(groups, rank, changed + 1)
         time = (groups.counts * each_ns).sum()
-        if time < best_ns or not only_fastest:
-            counts[num_found], best_ns = groups.counts, min(time, best_ns)
-            num_found += 1
-        changed = _next(groups, each_ns, best_ns if only_fastest else np.iinfo(np.int64).max)
+        if time < best_ns:
+            best[:], best_ns = groups.counts, time
+        changed = _next(groups, each_ns, best_ns)
         if changed < 0:
             break
-    minimal = counts[num_found - 1 : num_found] if only_fastest else _minimal(counts[:num_found])
-    masks = np.zeros((len(minimal), num_layers), np.bool_)
-    for row in range(len(minimal)):
-        for group in range(num_groups):
-            _set(groups, group, minimal[row, group])
-        masks[row] = groups.recompute
-    return masks, changed < 0
-
-
-@kernel
-def _minimal(counts):  # type: ignore[no-untyped-def]
-    """The choices of which no other is a subset, each once."""
-    keep = np.ones(len(counts), np.bool_)
-    for one in range(len(counts)):
-        for other in range(len(counts)):
-            if one != other and keep[other] and (counts[other] <= counts[one]).all():
-                keep[one] = False
-                break
-    return counts[keep]
-
-
-@kernel
-def stage_peaks(layers, order, borders, recompute):  # type: ignore[no-untyped-def]
-    """`peak_bytes` of a rank for each stage that it could have; `borders`: (stages, 2)."""
-    peaks = np.empty(len(borders), np.int64)
-    for at in range(len(borders)):
-        peaks[at] = peak_bytes(layers, order, borders[at, :1], borders[at, 1:], recompute)
-    return peaks
+    for group in range(num_groups):
+        _set(groups, group, best[group])
+    return groups.recompute, tried

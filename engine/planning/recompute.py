@@ -11,12 +11,14 @@ import numpy as np
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
-from isobatch.engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
+from isobatch.engine.planning.rank_memory import fastest_choice, layer_memory, rank_order
 from isobatch.engine.simulator.evaluate import evaluate, memory_of
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 
 GIB = 1 << 30
+PEAKS_PER_CHOICE = 40
+"""Peaks of memory that a choice of recomputed layers takes, about: bisections for each kind."""
 
 
 class InfeasiblePlan(IsobatchError):
@@ -46,17 +48,9 @@ class RecomputeChooser:
         self.frees: BoolArray = np.asarray(self.layers.kind >= 0)
         """(layers,): whether recomputation frees anything."""
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
+        self.actions = 0
+        """Actions that were simulated, or whose memory was added up, so far."""
         self._chosen: dict[tuple[int, ...], BoolArray | None] = {}
-
-    def choices(
-        self, rank: int, starts: IntArray, ends: IntArray, *, only_fastest: bool = False
-    ) -> tuple[BoolArray, bool]:
-        """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
-        order, memory = self.orders[rank], self.memory_bytes
-        # strided ones would have every kernel compiled a second time
-        starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
-        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_fastest)
-        return masks, bool(is_all)
 
     def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
         """Starts and ends of a rank's stages."""
@@ -77,8 +71,12 @@ class RecomputeChooser:
         """Layers that a rank with these stages recomputes, (layers,); None if it never fits."""
         key = rank, *starts.tolist(), *ends.tolist()
         if key not in self._chosen:
-            masks, _ = self.choices(rank, starts, ends, only_fastest=True)
-            self._chosen[key] = masks[-1] if len(masks) else None
+            # strided ones would have every kernel compiled a second time
+            stages = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
+            order = self.orders[rank]
+            mask, tried = fastest_choice(self.layers, order, *stages, self.memory_bytes)
+            self._chosen[key] = mask if tried else None
+            self.actions += (1 + tried) * PEAKS_PER_CHOICE * len(order.kinds)
         return self._chosen[key]
 
 

@@ -48,7 +48,7 @@ def candidates(request: PlanRequest) -> list[tuple[str, int]]:
 def plan_best_schedule(
     request: PlanRequest,
     *,
-    search: str = "exact",
+    search: str = "local",
     random: Loads | None = None,
     limits: SearchLimits = UNLIMITED,
 ) -> tuple[PlanResult, tuple[ScheduleTrial, ...]]:

@@ -61,6 +61,8 @@ class PipelineOptions:
 
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    deferred: Sequence[int] | None = None
+    """Weight gradients that each rank may hold back, as a plan has it (`Plan.deferred`)."""
     device: torch.device | str = "cpu"
     mode: TrainingMode | None = None
     """Dtypes and sharding of weights and optimizer, as a plan has it (`Plan.training.mode`). None:
@@ -75,6 +77,11 @@ class PipelineOptions:
     """Whether ranks compare their micro-batches in every step, not only in the first."""
     timeout_s: float = 300.0
     """Time that a rank waits for another: longer than any step takes."""
+
+    def make_schedule(self, num_ranks: int, num_micro_batches: int) -> Schedule:
+        """The schedule of a step of so many micro-batches."""
+        per_rank = self.stages_per_rank
+        return make_schedule(self.schedule, num_ranks, num_micro_batches, per_rank, self.deferred)
 
 
 class Pipeline:
@@ -177,9 +184,7 @@ class Pipeline:
         """
         options, groups = self._options, self._groups
         if schedule is None:
-            schedule = make_schedule(
-                options.schedule, len(groups.ranks), len(batches), options.stages_per_rank
-            )
+            schedule = options.make_schedule(len(groups.ranks), len(batches))
         if order is not None:
             schedule = reordered(schedule, np.asarray(order, np.int64))
         self._check_schedule(schedule)

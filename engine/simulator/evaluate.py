@@ -4,6 +4,7 @@ A rank allocates and frees as its own operations run, so live bytes depend on th
 a schedule's peak is known before it is simulated. Outputs that wait at the next rank do not count.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +50,15 @@ class SimulatedStep:
 
 
 def schedule_for(
-    name: str, borders: IntArray, num_micro_batches: int, stages_per_rank: int = 1
+    name: str,
+    borders: IntArray,
+    num_micro_batches: int,
+    stages_per_rank: int = 1,
+    deferred: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of a partition's stages."""
     num_ranks = (len(borders) - 1) // stages_per_rank
-    return make_schedule(name, num_ranks, num_micro_batches, stages_per_rank)
+    return make_schedule(name, num_ranks, num_micro_batches, stages_per_rank, deferred)
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -190,8 +190,10 @@ def _interleaved(
 
 
 @lru_cache(maxsize=64)
-def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: in flight as 1F1B, but stage s defers up to s weight gradients.
+def zero_bubble(
+    num_stages: int, num_micro_batches: int, deferred: tuple[int, ...] | None = None
+) -> Schedule:
+    """ZB-H1: in flight as 1F1B, but stage s holds back up to s + 1 weight gradients.
 
     So a gradient reaches the previous stage without waiting for this stage's weights; the deferred
     ones fill the time in which 1F1B waits for the last micro-batches.
@@ -200,15 +202,19 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
     'F0I0F1I1W0F2I2W1W2'
     """
-    actions = map(_split, _one_f_one_b(num_stages, num_micro_batches), range(num_stages))
+    limits = most_deferred("zero_bubble", num_stages) if deferred is None else deferred
+    actions = map(_split, _one_f_one_b(num_stages, num_micro_batches), limits)
     return Schedule.of("zero_bubble", num_stages, num_micro_batches, actions)
 
 
 @lru_cache(maxsize=64)
 def interleaved_zero_bubble(
-    num_ranks: int, stages_per_rank: int, num_micro_batches: int
+    num_ranks: int,
+    stages_per_rank: int,
+    num_micro_batches: int,
+    deferred: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """The interleaved order, in which rank r defers up to 2 r weight gradients.
+    """The interleaved order, in which rank r holds back up to 2 r + 1 weight gradients.
 
     A rank's last input gradients wait for r later ones of other ranks. Those take longer than
     weight gradients do (attention and recomputation are in them), so r of these would not fill the
@@ -216,40 +222,75 @@ def interleaved_zero_bubble(
     wait 4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
     """
     ranks = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
-    actions = map(_split, ranks, range(0, 2 * num_ranks, 2))
+    limits = most_deferred("interleaved_zero_bubble", num_ranks) if deferred is None else deferred
+    actions = map(_split, ranks, limits)
     return Schedule.of(
         "interleaved_zero_bubble", num_ranks * stages_per_rank, num_micro_batches, actions
     )
 
 
-def _split(actions: Iterator[Action], most_waiting: int) -> Iterator[Action]:
-    """Split backward passes in two; at most `most_waiting` weight gradients wait."""
+def _split(actions: Iterator[Action], most: int) -> Iterator[Action]:
+    """Split backward passes in two, so that at most so many weight gradients are held back."""
     waiting: deque[Action] = deque()
     for action in actions:
-        if action.kind is PassKind.FORWARD:
+        if action.kind is PassKind.FORWARD or most == 0:
             yield action
             continue
         yield action._replace(kind=PassKind.INPUT_GRAD)
         waiting.append(action._replace(kind=PassKind.WEIGHT_GRAD))
-        if len(waiting) > most_waiting:
+        if len(waiting) == most:
             yield waiting.popleft()
     yield from waiting
 
 
+def most_deferred(name: str, num_ranks: int) -> tuple[int, ...]:
+    """Weight gradients that each rank of a schedule holds back, if memory does not limit them.
+
+    That of the last backward pass is among them: 1 is computed before the rank does anything else.
+
+    >>> most_deferred("zero_bubble", 3), most_deferred("1f1b", 3)
+    ((1, 2, 3), (0, 0, 0))
+    """
+    if name not in _DEFERRED_PER_RANK:
+        return (0,) * num_ranks
+    return tuple(1 + rank * _DEFERRED_PER_RANK[name] for rank in range(num_ranks))
+
+
 def make_schedule(
-    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    stages_per_rank: int = 1,
+    deferred: Sequence[int] | None = None,
 ) -> Schedule:
-    """A schedule by its name. ConfigError if it is unknown or cannot run these stages."""
+    """A schedule by its name. ConfigError if it is unknown or cannot run these stages.
+
+    `deferred`: weight gradients that each rank may hold back, where memory is short: it computes
+    the oldest early when one more would wait. With 0 it computes both gradients in one pass. None:
+    `most_deferred`.
+    """
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; use one of {', '.join(SCHEDULES)}")
+    limits: dict[str, Any] = {}
+    if deferred is not None:
+        most = most_deferred(name, num_ranks)
+        fits = len(deferred) == num_ranks and all(
+            0 <= count <= limit for count, limit in zip(deferred, most, strict=False)
+        )
+        if name not in _DEFERRED_PER_RANK or not fits:
+            raise ConfigError(
+                f"deferred is {list(deferred)}; on {num_ranks} ranks {name} holds back at most "
+                f"{list(most)} weight gradients"
+            )
+        limits["deferred"] = tuple(deferred)
     if name in _OF_SEVERAL_STAGES:
-        return _OF_SEVERAL_STAGES[name](num_ranks, stages_per_rank, num_micro_batches)
+        return _OF_SEVERAL_STAGES[name](num_ranks, stages_per_rank, num_micro_batches, **limits)
     if stages_per_rank != 1:
         several = " or ".join(repr(schedule) for schedule in _OF_SEVERAL_STAGES)
         raise ConfigError(
             f"{name} runs one stage per rank, not {stages_per_rank}; use schedule {several}"
         )
-    return _OF_ONE_STAGE[name](num_ranks, num_micro_batches)
+    return _OF_ONE_STAGE[name](num_ranks, num_micro_batches, **limits)
 
 
 def takes_several_stages(name: str) -> bool:
@@ -261,6 +302,8 @@ def takes_several_stages(name: str) -> bool:
     return name in _OF_SEVERAL_STAGES
 
 
+_DEFERRED_PER_RANK = {"zero_bubble": 1, "interleaved_zero_bubble": 2}
+"""Weight gradients that a rank holds back more than the one before it."""
 _OF_ONE_STAGE = {"1f1b": one_f_one_b, "gpipe": gpipe, "zero_bubble": zero_bubble}
 _OF_SEVERAL_STAGES = {
     "interleaved": interleaved,

@@ -24,6 +24,8 @@ class Layout:
     """Ranks of each replica, first stage first."""
     schedule: str
     stages_per_rank: int
+    deferred: tuple[int, ...] | None
+    """Weight gradients that each rank may hold back; None: as many as the schedule does."""
     micro_batches: int
     """Micro-batches of a step and replica."""
 
@@ -65,12 +67,17 @@ def make_layout(
     stages_per_rank = config.stages_per_rank or (plan.stages_per_rank if plan else 1)
     num_stages = len(pipelines[0]) * stages_per_rank
     even = even_partition(np.ones(num_layers, np.int64), num_stages).tolist()
+    schedule = config.schedule or (plan.schedule if plan else "1f1b")
+    deferred = None
+    if plan and (plan.schedule, plan.stages_per_rank) == (schedule, stages_per_rank):
+        deferred = plan.deferred
     return Layout(
         borders=tuple(config.partition or (plan.borders if plan else even)),
         recompute=_recomputed(config.recompute, plan, num_layers),
         pipelines=pipelines,
-        schedule=config.schedule or (plan.schedule if plan else "1f1b"),
+        schedule=schedule,
         stages_per_rank=stages_per_rank,
+        deferred=deferred,
         micro_batches=num_micro_batches(config, plan),
     )
 

@@ -114,6 +114,7 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     pipeline_options = PipelineOptions(
         schedule=layout.schedule,
         stages_per_rank=layout.stages_per_rank,
+        deferred=layout.deferred,
         device=device,
         mode=mode,
         encoder_ranks=range(1, len(pipelines[0])) if config.encode == "any" else (),

@@ -19,7 +19,6 @@ from isobatch.balance.dispatching.post_balancing import as_batches, balance_sums
 from isobatch.balance.steps.step_planner import StepAssignment, StepRequest
 from isobatch.common.types import Counts, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
-from isobatch.engine.simulator.evaluate import schedule_for
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning.order_times import order_problem, times_of_orders
@@ -159,9 +158,7 @@ class TunedSteps:
         ends = np.cumsum([0, *map(len, filled)])
         slowest_ns = 0
         for first, end in pairwise(ends.tolist()):
-            schedule = schedule_for(
-                pipeline.schedule, pipeline.borders, end - first, pipeline.stages_per_rank
-            )
+            schedule = pipeline.make_schedule(end - first)
             rank_stages = stages.take(np.arange(first, end))
             problem = order_problem(schedule, rank_stages, memory_bytes)
             order = np.arange(end - first)

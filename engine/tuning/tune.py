@@ -18,6 +18,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
 from isobatch.engine.simulator.evaluate import schedule_for
+from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning._order_search import search_clusters, search_swaps
 from isobatch.engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
@@ -50,8 +51,15 @@ class PartitionedModel:
     recompute: BoolArray
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    deferred: tuple[int, ...] | None = None
+    """Weight gradients that each rank may hold back, as a plan has it."""
     memory_bytes: int | None = None
     """Memory of each rank; None for no limit."""
+
+    def make_schedule(self, num_micro_batches: int) -> Schedule:
+        """The schedule of so many micro-batches."""
+        stages = self.borders, num_micro_batches, self.stages_per_rank
+        return schedule_for(self.schedule, *stages, self.deferred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +229,7 @@ def _candidates(
         columns = np.arange(ends[number], ends[number + 1])
         memory = pipeline.memory_bytes
         part, encoded = stages.take(columns), encoder.take(columns)
-        schedule = schedule_for(
-            pipeline.schedule, pipeline.borders, len(groups), pipeline.stages_per_rank
-        )
+        schedule = pipeline.make_schedule(len(groups))
         ahead = where_to_encode(encoded, schedule, part, where=options.encode, memory_bytes=memory)
         problem = order_problem(schedule, part, memory, ahead)
         given_ns = int(times_of_orders(problem, np.arange(len(groups))[np.newaxis])[0])

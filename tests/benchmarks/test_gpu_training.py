@@ -81,7 +81,7 @@ def test_profile_measures_every_kind_of_layer_and_partitions_by_it(tmp_path):
     assert [row["name"] for row in figures["table_9"]] == ["6B + Llama3-8B"]
     for row in figures["table_9"]:
         assert sum(row["measured"]) == sum(row["modelled"]) == sum(row["paper"])
-        # nothing is faster on measured layers than what the exact search finds on them
+        # nothing is faster on measured layers than what the search finds on them
         assert row["paper_ratio"] >= 0.9999
         assert row["modelled_ratio"] >= 0.9999
     for by in ("measured layers", "the analytical model"):

@@ -13,7 +13,7 @@ from papers import omnibal_training as training
 from papers import page
 
 from isobatch.engine.cost_model.parallel import Training
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import one_f_one_b
 from support import ROOT
@@ -49,7 +49,7 @@ def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_paral
     pair = models.replace_parallel(models.PAIRS[place], sequence_parallel)
     costs, schedule = pair.constant_costs, one_f_one_b(pair.pp, models.MICRO_BATCHES)
     memory = models.a100().usable_memory_bytes
-    found = search_exact(costs, schedule, memory)
+    found = search_partition(costs, schedule, memory)
     borders = models.borders_of(costs, pair.layers)
     assert models.layers_of(costs, borders) == list(pair.layers)
     theirs = evaluate(
@@ -58,7 +58,7 @@ def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_paral
     ours = evaluate(costs, found.borders, found.recompute, schedule)
     assert ours.step_ns == found.step_ns <= theirs.step_ns
     assert ours.fits(memory)
-    assert found.gap == 0
+    assert found.gap < 0.04
 
 
 def test_drawn_samples_are_like_those_the_paper_tells_of():

@@ -144,7 +144,7 @@ def test_json_holds_the_plan_and_what_it_is_compared_with(call):
     values = json.loads(shown)
     assert [run["step_ns"] for run in values["runs"]][-1] == values["plan"]["predicted"]["step_ns"]
     assert len(values["runs"]) == 3  # no data, so no random samples
-    assert values["plan"]["gap"] == 0
+    assert 0 <= values["plan"]["gap"] < 0.1
 
 
 def test_without_time_the_best_start_is_printed_with_its_gap(call, tmp_path):

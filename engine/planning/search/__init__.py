@@ -1,1 +1,1 @@
-"""Exact search for the fastest partition: bounds, windows, branch and bound."""
+"""Search for the fastest partition: local search, and a bound of the best."""

@@ -1,6 +1,6 @@
 """Lower bounds of a step's time from a few neighbouring stages. Numba.
 
-For `branch_and_bound`. The window's ranks run their operations in the schedule's order, exactly as
+For `partition_search`. The window's ranks run their operations in the schedule's order, exactly as
 in `engine.simulator.simulate`. All other ranks are relaxed: a micro-batch passes their layers
 without waiting, with the shortest sends that their cuts can have. Orders are fixed, so no operation
 begins earlier because another one takes longer: the window's step is a lower bound. A window of all

@@ -4,7 +4,7 @@ From a partition to the best of those in which one border, or several neighbouri
 little, until none is better. 0.1 s for 125 layers in 8 stages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class PartitionEvaluator(RecomputeChooser):
                 rows[np.ix_(indices, stages)] = num_rows + np.arange(len(stage_ns))
                 extra.append(stage_ns)
                 num_rows += len(stage_ns)
+        self.actions += int(fits.sum()) * len(self.schedule)
         steps = np.full(len(partitions), NEVER)
         steps[fits] = window_steps(
             self.schedule, self.sums, 0, partitions[fits], rows[fits], np.concatenate(extra)
@@ -98,20 +99,6 @@ class PartitionEvaluator(RecomputeChooser):
                 first, last = (np.ascontiguousarray(table[:, equal[0]]) for table in (starts, ends))
                 yield rank, equal, first, last
 
-    def times(self, partitions: IntArray, masks: Sequence[BoolArray]) -> IntArray:
-        """Step times of `partitions` where layers are recomputed by the mask of each."""
-        if not len(masks):
-            return np.zeros(0, np.int64)
-        # (partitions x stages, micro_batches)
-        extra_ns = np.concatenate(
-            [
-                np.add.reduceat(self.costs.recompute_ns * mask[:, np.newaxis], borders[:-1])
-                for borders, mask in zip(partitions, masks, strict=True)
-            ]
-        )
-        rows = np.arange(len(extra_ns)).reshape(len(masks), -1)
-        return window_steps(self.schedule, self.sums, 0, partitions, rows, extra_ns)
-
     def smallest(self, starts: IntArray, ends: IntArray) -> BoolArray:
         """The recomputation, (layers,), with which a rank with these stages needs least memory."""
         del starts, ends  # for all the same: everything
@@ -120,6 +107,7 @@ class PartitionEvaluator(RecomputeChooser):
     def least_peaks(self, partitions: IntArray, limit_bytes: int = NEVER) -> IntArray:
         """Peak of the fullest rank of each partition, (partitions,), with least memory."""
         del limit_bytes  # as the limit of `steps`; there is nothing to save here
+        self.actions += len(partitions) * len(self.schedule)
         peaks = np.zeros(len(partitions), np.int64)
         for rank, indices, starts, ends in self._distinct(partitions):
             key = rank, *starts.tolist(), *ends.tolist()

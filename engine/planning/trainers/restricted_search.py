@@ -16,13 +16,13 @@ import numpy as np
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import ARRAYS, Costs
 from isobatch.engine.planning.rank_memory import peak_bytes
-from isobatch.engine.planning.search.branch_and_bound import STARTS, anchors
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
 from isobatch.engine.planning.search.local_search import (
     NEVER,
     PartitionEvaluator,
     improve_partition,
 )
+from isobatch.engine.planning.search.partition_search import anchors, improve_from
 from isobatch.engine.simulator.schedule import Schedule
 
 ENCODER_LAYERS, LLM_LAYER = ("vision_layer", "audio_layer"), "llm_layer"
@@ -122,10 +122,9 @@ def search_restricted(
             evaluator = _RuledEvaluator(folded, schedule, memory_bytes, rule)
             if not evaluator.fits_alone():
                 break
-            result = _descend(evaluator, starts, limits)
-            if result is None:
+            near, step_ns = improve_from(evaluator, starts, limits)
+            if step_ns == NEVER:
                 continue
-            near, step_ns = result
             if best is None or step_ns < best.step_ns:
                 borders = np.where(near > 0, near + last, 0)
                 recompute = rule.recomputed(costs.kinds, borders[:-1], borders[1:])
@@ -164,21 +163,3 @@ def fold_first(costs: Costs, recompute: BoolArray) -> Costs:
     }
     name = f"{costs.names[0]} to {costs.names[count - 1]}"
     return Costs(names=(name, *costs.names[count:]), kinds=(name, *costs.kinds[count:]), **arrays)
-
-
-def _descend(
-    evaluator: PartitionEvaluator, starts: list[IntArray], limits: SearchLimits
-) -> tuple[IntArray, int] | None:
-    """-> (borders, step time) that local searches from the fastest starts lead to, if one fits."""
-    steps = evaluator.steps(np.stack(starts))
-    if steps.min() == NEVER:
-        peaks = evaluator.least_peaks(np.stack(starts))
-        smallest, _ = improve_partition(evaluator.least_peaks, starts[int(peaks.argmin())])
-        starts = [smallest]
-        steps = evaluator.steps(smallest[np.newaxis])
-    results = [
-        improve_partition(evaluator.steps, starts[row], chunk=evaluator.chunk, limits=limits)
-        for row in np.argsort(steps, kind="stable")[:STARTS].tolist()
-        if steps[row] < NEVER
-    ]
-    return min(results, key=lambda result: result[1], default=None)

@@ -27,6 +27,9 @@ from isobatch.engine.runtime.errors import peer_errors
 from isobatch.engine.runtime.stage_io import Batch, TensorSpec, TensorSpecs
 
 MAIN = "main_param"
+# newer torch warns of the old names
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_rows = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 DTYPE_OF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -48,7 +51,20 @@ def gather_weight(weight: nn.Parameter) -> None:
     if main is weight:
         return
     whole = main.detach().to(weight.dtype)
+    if isinstance(whole, DTensor) and _is_even(weight, whole.device_mesh):
+        part = whole.to_local().clone()  # the weight's own rows, in float32
+        _all_gather(weight.detach(), part, group=whole.device_mesh.get_group())
+        return
     weight.copy_(whole.full_tensor() if isinstance(whole, DTensor) else whole)
+
+
+def _is_even(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether rows are sent and received as they lie in memory.
+
+    A DTensor joins the ranks' rows in further tensors, which no plan counts, and an embedding is
+    large: so it is only asked where rows cannot be shared out evenly.
+    """
+    return tensor.is_contiguous() and tensor.shape[0] % mesh.size() == 0
 
 
 class MainWeights:
@@ -104,10 +120,7 @@ class MainWeights:
         with self._peer_errors():
             for weight in sharded:
                 assert self._mesh is not None
-                whole_gradient = DTensor.from_local(
-                    gradient_of(weight), self._mesh, [Partial()], run_check=False
-                )
-                _hand_over(weight, whole_gradient.redistribute(placements=[Shard(0)]))
+                _hand_over(weight, _reduce_scatter(gradient_of(weight), self._mesh))
 
     def gather(self) -> None:
         """Set all weights to what the optimizer made of them."""
@@ -176,6 +189,16 @@ def message_specs(
         name: replace(spec, dtype=dtype) if spec.dtype == torch.float32 else spec
         for name, spec in specs(cut, batch).items()
     }
+
+
+def _reduce_scatter(gradient: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The sum of a gradient over replicas, rows of it on each."""
+    if not _is_even(gradient, mesh):
+        whole = DTensor.from_local(gradient, mesh, [Partial()], run_check=False)
+        return whole.redistribute(placements=[Shard(0)])
+    part = torch.empty_like(gradient[: len(gradient) // mesh.size()])
+    _reduce_scatter_rows(part, gradient, group=mesh.get_group())
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
 
 def _hand_over(weight: nn.Parameter, gradient: Tensor) -> None:

@@ -30,7 +30,7 @@ from isobatch.engine.runtime.errors import PeerLost
 from isobatch.engine.runtime.layer_rng import preserve_rng
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_io import Batch, LayerStack, set_values
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
 
 Recompute = Callable[[IntArray], NDArray[np.bool_]]
 """borders -> which layers are recomputed; may raise InfeasiblePlan."""
@@ -144,8 +144,8 @@ class _Trials:
         try:
             if step.recompute is not None:
                 recompute = np.asarray(step.recompute(borders))
-            name, per_rank = step.options.schedule, step.options.stages_per_rank
-            schedule = schedule_for(name, borders, self.costs.num_micro_batches, per_rank)
+            num_ranks, count = len(step.pipelines[0]), self.costs.num_micro_batches
+            schedule = step.options.make_schedule(num_ranks, count)
             predicted = evaluate(self.costs, borders, recompute, schedule).step_ns
             broadcast((borders, recompute))
             times = self.run(borders, recompute)

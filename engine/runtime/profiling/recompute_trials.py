@@ -30,7 +30,6 @@ from isobatch.engine.runtime.layer_rng import preserve_rng
 from isobatch.engine.runtime.optimizer.main_weights import local_part
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import Batch
-from isobatch.engine.simulator.schedule import make_schedule
 
 FORMAT = 1
 """Version of the evidence file."""
@@ -164,7 +163,7 @@ def adapt_running(
     observe = StepObserver(pipeline, steps, limit_bytes=limit_bytes, optimizer=optimizer)
     local, groups = pipeline._local, pipeline._groups
     costs = _agree_on_costs(costs, len(local.recompute))
-    schedule = make_schedule(pipeline._options.schedule, len(groups.ranks), max(map(len, steps)))
+    schedule = pipeline._options.make_schedule(len(groups.ranks), max(map(len, steps)))
     chosen = pipeline.recompute
     try:
         adapted = adapt_recompute(

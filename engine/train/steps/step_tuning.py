@@ -53,6 +53,7 @@ def make_tuner(
             recompute=np.array(layout.recompute),
             schedule=layout.schedule,
             stages_per_rank=layout.stages_per_rank,
+            deferred=layout.deferred,
             memory_bytes=memory,
         ),
         options=TuneOptions(

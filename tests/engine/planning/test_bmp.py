@@ -16,7 +16,7 @@ from isobatch.engine.planning.bmp import (
 )
 from isobatch.engine.planning.partition import by_step_time
 from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step
-from isobatch.engine.planning.search.branch_and_bound import search_exact
+from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate, schedule_for
 from isobatch.engine.simulator.schedule import make_schedule
 from support.cases import for_each
@@ -105,7 +105,7 @@ def test_the_best_is_the_fastest_of_what_was_run_and_no_slower_than_the_anchor(s
     assert step(found.best.borders) == found.best.step_ns
     assert len(found.candidates) <= 13
     assert np.abs(found.best.borders - found.anchor).max() <= 3
-    assert search_exact(costs, schedule, PLENTY).step_ns <= found.best.step_ns
+    assert search_partition(costs, schedule, PLENTY).step_ns <= found.best.step_ns
 
 
 def test_a_gap_before_the_cut_that_sends_least_is_found_if_it_is_worth_it():
@@ -173,14 +173,15 @@ def test_a_ranking_with_recomputation_is_that_of_all_candidates(seed):
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("share", [0.75, 0.6])
-def test_where_memory_is_tight_it_is_within_a_percent_of_the_exact_search(name, share):
+def test_where_memory_is_tight_it_is_within_a_percent_of_the_local_search(name, share):
     """A ranking that ignores recomputation is up to 7 % slower here, or finds nothing that fits."""
     costs = vlm(np.random.default_rng(125), 61, 61, 16, spread=0.05)
     schedule = make_schedule(name, 8, 16)
     even = by_step_time(costs, 8)
     memory = int(share * peak(costs, even, schedule, np.zeros(costs.num_layers, bool)))
-    found, exact = search_bmp_within(costs, schedule, memory), search_exact(costs, schedule, memory)
-    assert exact.step_ns <= found.best.step_ns <= 1.01 * exact.step_ns
+    found = search_bmp_within(costs, schedule, memory)
+    ours = search_partition(costs, schedule, memory)
+    assert ours.step_ns <= found.best.step_ns <= 1.01 * ours.step_ns
     recompute = choose_recompute(costs, found.best.borders, schedule, memory)
     outcome = evaluate(costs, found.best.borders, recompute, schedule)
     assert outcome.fits(memory)

@@ -59,6 +59,7 @@ def test_a_plan_of_version_2_is_read_as_one_of_all_logits(plan):
     for loads in (old["inputs"]["full"], old["inputs"]["loads"]):
         del loads["labels"]
     text = json.dumps(old["inputs"], sort_keys=True).encode()
+    del old["deferred"]
     old |= {"version": 2, "inputs_hash": hashlib.sha256(text).hexdigest()}
     read = plan_from_json(old, where="here")
     np.testing.assert_array_equal(read.loads.labels.tokens, read.loads.llm.tokens)
@@ -92,7 +93,7 @@ def with_own_hash(values):
 @for_each(
     ("path", "value", "message"),
     [
-        (("version",), 4, "here: plan version 4; this isobatch reads version 3: plan again"),
+        (("version",), 5, "here: plan version 5; this isobatch reads version 4: plan again"),
         (("inputs", "training", "mode"), {}, "here, mode: has"),
         (("inputs", "training", "mode", "speed"), 1, "here, mode: has .*'speed'"),
         (("inputs", "training", "mode"), 1, "here, mode: has int"),
@@ -107,6 +108,11 @@ def with_own_hash(values):
             ("inputs", "num_micro_batches"),
             0,
             "loads of 32 micro-batches and 1 of the largest; give steps of 1, and 1",
+        ),
+        (
+            ("deferred",),
+            [1, 1, 1, 1],
+            "deferred is .1, 1, 1, 1.; on 4 ranks 1f1b holds back at most",
         ),
         (("predicted",), None, "here, predicted: has NoneType; it must have"),
         (("predicted", "peak_bytes"), [], "predicted peak_bytes has 0 entries; there must be 4"),

@@ -7,13 +7,11 @@ import pytest
 
 from isobatch.engine.planning.rank_memory import (
     layer_memory,
-    minimal_choices,
     peak_bytes,
     rank_order,
 )
 from isobatch.engine.planning.recompute import (
     InfeasiblePlan,
-    RecomputeChooser,
     choose_recompute,
     fitted_step,
 )
@@ -78,31 +76,6 @@ def test_the_choice_takes_as_little_time_as_the_best_of_all_subsets(seed):
     assert extra[chosen].sum() == min(extra[s].sum() for s in fitting)
 
 
-@for_each("seed", draws(50))
-def test_minimal_choices_are_a_part_of_every_subset_that_fits_but_for_equal_layers(seed):
-    costs, borders, schedule, memory = instance(seed)
-    chooser, layers = RecomputeChooser(costs, schedule, memory), layer_memory(costs)
-    stage_of = np.repeat(np.arange(len(borders) - 1), np.diff(borders))
-    keys = np.array([f"{stage}: {kind}" for stage, kind in zip(stage_of, costs.kinds, strict=True)])
-    for rank in range(schedule.num_ranks):
-        own = stage_of % schedule.num_ranks == rank
-        choices, _ = chooser.choices(rank, *chooser.stages_of(borders, rank))
-        fitting = [
-            s
-            for s in subsets(costs.num_layers)
-            if not (s & ~own).any()
-            and not (s & (layers.kind < 0)).any()
-            and peaks(costs, borders, schedule, s)[rank] <= memory
-        ]
-        counts = {tuple((s & (keys == key)).sum() for key in sorted(set(keys))) for s in fitting}
-        minimal = {
-            c for c in counts if not any(d != c and np.less_equal(d, c).all() for d in counts)
-        }
-        found = {tuple((s & (keys == key)).sum() for key in sorted(set(keys))) for s in choices}
-        assert found == minimal
-        assert all(peaks(costs, borders, schedule, s)[rank] <= memory for s in choices)
-
-
 @for_each("seed", draws(40))
 def test_of_equal_layers_of_a_stage_the_first_ones_need_least_memory(seed):
     costs, borders, schedule, _ = instance(seed)
@@ -164,10 +137,6 @@ def test_many_kinds_end_early_with_a_choice_that_fits():
     most = peaks(costs, borders, schedule, np.zeros(40, bool)).max()
     least = peaks(costs, borders, schedule, np.ones(40, bool)).max()
     memory = int(most + least) // 2
-    _, is_all = minimal_choices(
-        layer_memory(costs), rank_order(schedule, 0), borders[:1], borders[1:], memory, False
-    )
-    assert not is_all
     assert (
         peaks(costs, borders, schedule, choose_recompute(costs, borders, schedule, memory)).max()
         <= memory

@@ -7,8 +7,8 @@ from isobatch.engine.cost_model.profile_table import profile_from_dict
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.planning.planner import plan_from_profile
 from support.rank_programs.rank_memory import (
-    BORDERS,
     PP,
+    RUNS,
     profile_mode,
     request_for,
     train_counted,
@@ -16,32 +16,30 @@ from support.rank_programs.rank_memory import (
 from support.ranks import run_ranks
 
 DP, CLOSE = 2, 0.05
+OVER = 1.06
+"""With gradients from the beginning, in which zero bubble is up to 5.5 % off in two runs."""
 MODES = [
     TrainingMode(precision=precision, zero_stage=stage)
     for precision in ("fp32", "bf16")
     for stage in (0, 1)
 ]
-NOTHING, SOME = np.zeros(8, np.bool_), np.arange(8) % 2 == 0
-RUNS = {
-    "1f1b": ("1f1b", NOTHING),
-    "1f1b, some recomputed": ("1f1b", SOME),
-    "gpipe": ("gpipe", NOTHING),
-}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_what_is_live_at_most_is_what_was_planned(mode, tmp_path_factory):
     said = run_ranks(tmp_path_factory.mktemp("profile"), PP, profile_mode, mode)
     profile = profile_from_dict(said[0]["profile"])
-    counted = run_ranks(tmp_path_factory.mktemp("trained"), PP * DP, train_counted, mode, DP, RUNS)
-    for name, (schedule, recompute) in RUNS.items():
-        plan = plan_from_profile(request_for(mode, DP, schedule), profile, BORDERS, recompute)
+    counted = run_ranks(tmp_path_factory.mktemp("trained"), PP * DP, train_counted, mode, DP)
+    for name, run in RUNS.items():
+        borders = np.array(run.borders)
+        plan = plan_from_profile(request_for(mode, DP, run), profile, borders, run.recompute)
         for rank, said in enumerate(counted):
             own, where = said[name], f"{name}, rank {rank}"
             peak = plan.predicted.full_peak_bytes[rank % PP]
-            # plans have gradients from the beginning; in GPipe they come after all forward passes
-            least = peak - own["gradients"] if schedule == "gpipe" else peak
-            assert (1 - CLOSE) * least <= own["peak"] <= (1 + CLOSE) * peak, where
+            # plans have gradients from the beginning; in a step they come with backward passes
+            assert peak / OVER <= own["planned"] <= OVER * peak, where
+            assert own["peak"] <= (1 + CLOSE) * peak, where
+            assert own["peak"] >= (1 - CLOSE) * (peak - own["gradients"]), where
             # between steps, when there are no gradients
             kept = plan.predicted.state_bytes[rank % PP] - own["gradients"]
             assert own["kept"] == pytest.approx(kept, rel=0.01), where

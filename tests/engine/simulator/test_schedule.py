@@ -13,6 +13,7 @@ from isobatch.engine.simulator.schedule import (
     interleaved,
     interleaved_zero_bubble,
     make_schedule,
+    most_deferred,
     one_f_one_b,
     zero_bubble,
 )
@@ -98,6 +99,30 @@ def test_zero_bubble_keeps_no_more_than_the_first_stage_of_1f1b(stages, micro_ba
     # under way
     for own in all_of(zero_bubble(stages, micro_batches)):
         assert under_way(own) <= min(stages, micro_batches)
+
+
+@for_each("name", ["zero_bubble", "interleaved_zero_bubble"])
+def test_a_rank_holds_back_no_more_weight_gradients_than_it_may(name):
+    most = most_deferred(name, 4)
+    for deferred in (most, (0, 1, 1, 2), (0, 0, 0, 0), (1, 1, 1, 1)):
+        per_rank = 2 if "interleaved" in name else 1
+        schedule = make_schedule(name, 4, 9, per_rank, deferred)
+        for own, limit in zip(all_of(schedule), deferred, strict=True):
+            held, largest = 0, 0
+            for action in own:
+                held += (action.kind is PassKind.INPUT_GRAD) - (action.kind is PassKind.WEIGHT_GRAD)
+                largest = max(largest, held)
+            assert largest == limit
+    whole, limited = (make_schedule(name, 4, 9, per_rank, each) for each in (None, most))
+    assert all_of(whole) == all_of(limited)
+    joint = make_schedule(name.removesuffix("zero_bubble").strip("_") or "1f1b", 4, 9, per_rank)
+    assert all_of(make_schedule(name, 4, 9, per_rank, (0,) * 4)) == all_of(joint)
+
+
+@for_each(("name", "deferred"), [("1f1b", (0, 0)), ("zero_bubble", (1,)), ("zero_bubble", (2, 2))])
+def test_limits_of_deferral_that_cannot_be_are_refused(name, deferred):
+    with pytest.raises(ConfigError, match=r"on 2 ranks .* holds back at most"):
+        make_schedule(name, 2, 3, deferred=deferred)
 
 
 def test_zero_bubble_leaves_weight_gradients_for_the_end():

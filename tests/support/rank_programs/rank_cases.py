@@ -37,6 +37,7 @@ class Case:
     dp: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    deferred: tuple[int, ...] | None = None
     recompute: str = "none"
     frozen: tuple[str | int, ...] = ()
     """Parts of the model, or places of layers."""
@@ -103,6 +104,7 @@ def run_case(case: Case) -> None:
     options = PipelineOptions(
         schedule=case.schedule,
         stages_per_rank=case.stages_per_rank,
+        deferred=case.deferred,
         encoder_ranks=case.encode_on,
         dropout_seed=SEED if case.dropout else None,
         mode=case.mode,

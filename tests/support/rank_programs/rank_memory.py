@@ -1,7 +1,7 @@
 """What ranks run in the tests of planned memory: training steps in a mode, every byte counted."""
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from isobatch.engine.cost_model.profile_table import profile_to_dict
 from isobatch.engine.planning.plan import PlanRequest
 from isobatch.engine.runtime.batch_loads import batch_loads
 from isobatch.engine.runtime.cpu_memory import LiveBytes
+from isobatch.engine.runtime.optimizer.main_weights import gradient_of
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.profiling.measure_layers import (
     LayerLabels,
@@ -27,6 +28,39 @@ from isobatch.models.presets import load_model
 
 IMAGE, VOCAB, MICRO_BATCHES, PP = 1, 3_000, 3, 2
 BORDERS = np.array([0, 5, 8])
+NOTHING, SOME, ALL = np.zeros(8, np.bool_), np.arange(8) % 2 == 0, np.ones(8, np.bool_)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRun:
+    """Steps whose memory is counted."""
+
+    schedule: str
+    recompute: np.ndarray = field(default_factory=NOTHING.copy)
+    borders: tuple[int, ...] = tuple(BORDERS.tolist())
+    deferred: tuple[int, ...] | None = None
+
+    @property
+    def stages_per_rank(self):
+        return (len(self.borders) - 1) // PP
+
+
+FOUR = (0, 2, 5, 6, 8)
+RUNS = {
+    "1f1b": MemoryRun(schedule="1f1b"),
+    "1f1b, some recomputed": MemoryRun(schedule="1f1b", recompute=SOME),
+    "1f1b, all recomputed": MemoryRun(schedule="1f1b", recompute=ALL),
+    "gpipe": MemoryRun(schedule="gpipe"),
+    "interleaved": MemoryRun(schedule="interleaved", borders=FOUR),
+    "zero bubble": MemoryRun(schedule="zero_bubble"),
+    "zero bubble, some recomputed": MemoryRun(schedule="zero_bubble", recompute=SOME),
+    "zero bubble, one held back": MemoryRun(schedule="zero_bubble", deferred=(1, 1)),
+    "zero bubble, some joint": MemoryRun(schedule="zero_bubble", deferred=(0, 2)),
+    "interleaved zero bubble": MemoryRun(schedule="interleaved_zero_bubble", borders=FOUR),
+    "interleaved zero bubble, some recomputed": MemoryRun(
+        schedule="interleaved_zero_bubble", borders=FOUR, recompute=SOME
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +93,7 @@ def packed(seed, length=160, tiles=6, num_labels=60):
     )
 
 
-def request_for(mode, dp, schedule):
+def request_for(mode, dp, run):
     """What these tests train: all micro-batches are equally large."""
     loads = batch_loads([packed(seed) for seed in range(MICRO_BATCHES)], tiny())
     cluster = load_cluster("a100_80g")
@@ -68,8 +102,9 @@ def request_for(mode, dp, schedule):
         cluster=cluster,
         parallel=Parallelism(pp=PP, dp=dp),
         training=Training(mode=mode),
-        schedule=schedule,
-        stages_per_rank=1,
+        schedule=run.schedule,
+        stages_per_rank=run.stages_per_rank,
+        deferred=run.deferred,
         num_micro_batches=MICRO_BATCHES,
         memory_bytes=cluster.usable_memory_bytes,
         loads=loads.take(np.tile(np.arange(len(loads)), dp)),
@@ -99,35 +134,43 @@ def profile_mode(said, mode):
     said["profile"] = profile_to_dict(measure_layers(pipeline, batches, loads, labels, options))
 
 
-def train_counted(said, mode, dp, runs):
-    """Of each run, a schedule and which layers are recomputed, two steps of training: bytes that
-    are live before the second one, and at most in it.
+def train_counted(said, mode, dp):
+    """Of each run two steps of training, then one whose gradients are there from the beginning, as
+    plans have them: bytes that are live before the second one, and at most in both.
     """
-    for name, (schedule, recompute) in runs.items():
-        said[name] = _train_counted(mode, dp, schedule, recompute)
+    for name, run in RUNS.items():
+        said[name] = _train_counted(mode, dp, run)
 
 
-def _train_counted(mode, dp, schedule, recompute):
+def _train_counted(mode, dp, run):
     said = {}
     batches = [packed(seed) for seed in range(MICRO_BATCHES)]
     pipelines = [list(range(first, first + PP)) for first in range(0, PP * dp, PP)]
-    options = PipelineOptions(mode=mode, schedule=schedule)
+    options = PipelineOptions(
+        mode=mode,
+        schedule=run.schedule,
+        stages_per_rank=run.stages_per_rank,
+        deferred=run.deferred,
+    )
     with LiveBytes() as memory:
         torch.manual_seed(0)
         model = make_tiny_vlm(tiny(), VOCAB, IMAGE)
-        pipeline = Pipeline(model, BORDERS, recompute, pipelines, options)
+        pipeline = Pipeline(model, run.borders, run.recompute, pipelines, options)
         del model  # with the other ranks' layers
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3, fused=True)
-        for _ in range(2):
+        weights = [each for layer in pipeline.layers.values() for each in layer.parameters()]
+        for key in ("first", "peak", "planned"):
             optimizer.zero_grad()
             gc.collect()
             memory.restart()
             said["kept"] = memory.live_bytes
+            if key == "planned":
+                for weight in weights:
+                    gradient_of(weight)
             pipeline.step(batches, 100)
-            weights = [each for layer in pipeline.layers.values() for each in layer.parameters()]
             said["gradients"] = sum(weight.grad.nbytes for weight in weights)
             pipeline.reduce_gradients()
             pipeline.clip_gradients(1.0)
             optimizer.step()
-            said["peak"] = memory.peak_bytes
+            said[key] = memory.peak_bytes
     return said

@@ -3,13 +3,13 @@
 import numpy as np
 
 from isobatch.engine.planning.recompute import choose_recompute
-from isobatch.engine.planning.search.branch_and_bound import anchors
 from isobatch.engine.planning.search.local_search import (
     NEVER,
     PartitionEvaluator,
     improve_partition,
     neighbours,
 )
+from isobatch.engine.planning.search.partition_search import anchors
 from isobatch.engine.simulator.evaluate import evaluate
 from support.cases import for_each
 from support.costs.random_costs import instance
