@@ -43,7 +43,8 @@ def add_adapters(
         if parts[index] not in options.lora_parts or index == len(parts) - 1:
             continue
         try:
-            peft.inject_adapter_in_model(_peft_config(options, wanted), layer)
+            with preserve_rng(CPU):  # `_start` draws the numbers
+                peft.inject_adapter_in_model(_peft_config(options, wanted), layer)
         except ValueError as error:  # a layer without such a linear layer
             failure = first_line(error)
             continue

@@ -53,7 +53,7 @@ def made(parts, seed=0, **options):
             generator = torch.Generator().manual_seed(number)
             for name, weight in layer.named_parameters():
                 if "lora_B" in name:
-                    weight.copy_(torch.randn(weight.shape, generator=generator))
+                    weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
     return PipelineModel(stack=stack, preset=None, whole=whole, weights=weights), lora
 
 
