@@ -70,6 +70,7 @@ def dry_run(config: TrainConfig, open_source: OpenSource) -> None:
         schedule=layout.schedule,
         stages_per_rank=layout.stages_per_rank,
         num_micro_batches=count,
+        deferred=layout.deferred,
         memory_bytes=plan.memory_bytes if plan else cluster.usable_memory_bytes,
         full=build.full_micro_batch(),
         loads=build.stream_steps(dp=dp, micro_batches=count, steps=STEPS, seed=config.seed),
