@@ -47,6 +47,13 @@ VISION = {
     "num_hidden_layers": 3,
     "num_attention_heads": 1,
 }
+EARLIER = (
+    f"{WEIGHTS}*",
+    "model-?????-of-?????.safetensors",
+    "adapter_config.json",
+    "adapter_model.*",
+)
+"""Files of an earlier export; transformers would load adapters on their base, not the model."""
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
 """Division of a head's 8 frequencies between frame, row and column."""
 
@@ -108,8 +115,9 @@ def _put_together(parts: Sequence[Path], folder: Path) -> None:
         f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))
     ]
     names = names if len(parts) > 1 else [WEIGHTS]
-    for earlier in (*folder.glob(f"{WEIGHTS}*"), *folder.glob("model-?????-of-?????.safetensors")):
-        earlier.unlink()
+    for pattern in EARLIER:
+        for earlier in folder.glob(pattern):
+            earlier.unlink()
     weight_map: dict[str, str] = {}
     for name, part in zip(names, parts, strict=True):
         weight_map |= dict.fromkeys((weight.key for weight in weights_of(part / WEIGHTS)), name)
