@@ -5,12 +5,17 @@ import os
 import torch
 import torch.distributed as dist
 
+from isobatch.common.errors import ConfigError
 from isobatch.engine.train.options.config import RunConfig
 
 
 def join_ranks(config: RunConfig) -> torch.device:
     """Meet the other ranks; -> this rank's device. Without torchrun it is the only rank."""
     # before CUDA starts: else what waits for the whole GPU hangs in NCCL (docs/results/gpu.md)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch finds no GPU here; leave the option out, or give cpu"
+        )
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.set_num_threads(config.threads)

@@ -14,6 +14,8 @@ from isobatch.engine.train.options.lora_options import PARTS, LoraOptions
 from isobatch.engine.train.options.optimizer_options import OptimizerOptions
 
 GIB = 2**30
+MAX_SEED = 2**64 - 1
+"""torch takes no larger one."""
 ONE_STAGE = (
     "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
     " zero_bubble, or --recompute plan, all or none"
@@ -44,7 +46,10 @@ class RunConfig:
         Path | None,
         Option("config.json of transformers, or a folder with weights. Default: a tiny model."),
     ] = None
-    seed: Annotated[int, Option("Of random weights and the order of samples. Default: 0.")] = 0
+    seed: Annotated[
+        int,
+        Option("Of random weights and the order of samples. Default: 0.", min=0, max=MAX_SEED),
+    ] = 0
     precision: Annotated[
         Precision | None,
         Option(
@@ -201,6 +206,8 @@ class TrainConfig(LoraOptions, OptimizerOptions, RunConfig):
             _numbers("--borders", self.borders)
         if self.eval_every is not None and self.eval is None:
             raise ConfigError("--eval-every needs --eval: the build to evaluate on")
+        if self.save_every != type(self).save_every and self.state is None:
+            raise ConfigError("--save-every needs --state: the folder to save in")
         if self.merge and self.export is None:
             raise ConfigError("--merge is for --export: give its folder")
         self._check_adapt_and_tune()

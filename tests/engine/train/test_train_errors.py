@@ -126,6 +126,13 @@ def test_options_that_do_not_go_together_are_told_in_one_line(
     assert not said.out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_told_in_one_line(build, capsys, alone):
+    assert main([str(build), "--device=cuda"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--device cuda: torch finds no GPU here" in line
+
+
 @for_each(
     ("option", "message"),
     [
