@@ -67,6 +67,8 @@ def read_model(name: str, path: Path | None, source: StepSource) -> tuple[Any, L
         raise ConfigError(
             f"--model {name} needs --config: a config.json of transformers or a folder with weights"
         )
+    if path is not None and not path.exists():
+        raise ConfigError(f"--config {path}: no such file or folder")
     transformers, accelerate = _import(name, "transformers"), _import(name, "accelerate")
     folder = path if path is not None and path.is_dir() else None
     with reading(path or name):

@@ -184,6 +184,11 @@ def test_damaged_weights_are_told_in_one_line(loaders, name, folder):
     assert refusal(ConfigError, open_model, name, folder, loaders[name]).startswith(f"{folder}: ")
 
 
+def test_a_config_that_is_not_there_is_said(loaders, name, tmp_path):
+    line = refusal(ConfigError, read_model, name, tmp_path / "none", loaders[name])
+    assert line == f"--config {tmp_path / 'none'}: no such file or folder"
+
+
 def test_a_model_that_cannot_be_written_is_told_in_one_line(loaders, name, tmp_path):
     model, weights = read_model(name, None, loaders[name])
     (tmp_path / "file").write_text("")
