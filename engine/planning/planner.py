@@ -282,7 +282,9 @@ def _search(
     """-> (request, borders, recompute, lower bound of a step's time if it is known).
 
     The request says how many weight gradients each rank may hold back. Those and activations share
-    the memory. So tried are as many as the schedule does; and one or none, then as many as fit.
+    the memory. So tried are as many as the schedule does; and one or none, then as many as fit. The
+    bound is of plans that hold back as many as those that were searched: none for another number,
+    or where one of them does not fit.
     """
     memory = request.memory_bytes
     if search == "bmp":
@@ -309,7 +311,10 @@ def _search(
     if not results:
         raise problem
     _, chosen, best = min(results, key=lambda one: one[0])
-    bound_ns = min(result.lower_bound_ns for _, _, result in results)
+    searched = [variant.deferred for _, variant, result in results if variant in requests]
+    bound_ns = None
+    if len(searched) == len(requests) and chosen.deferred in searched:
+        bound_ns = min(result.lower_bound_ns for _, _, result in results)
     return chosen, best.borders, best.recompute, bound_ns
 
 

@@ -5,6 +5,7 @@ device. One process says it for all ranks.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ from isobatch.engine.planning.build_steps import read_build
 from isobatch.engine.planning.plan import PlanRequest, read_plan
 from isobatch.engine.planning.planner import make_plan, simulate_run
 from isobatch.engine.train.layout import (
-    apply_plan,
     layout_text,
     make_layout,
     make_replicas,
     num_micro_batches,
 )
-from isobatch.engine.train.models.open_model import open_model
 from isobatch.engine.train.options.config import TrainConfig
 from isobatch.engine.train.options.lora_options import PARTS
 from isobatch.engine.train.step_source import OpenSource
+from isobatch.engine.train.trainer import open_trained
 from isobatch.models.clusters import load_cluster
 
 STEPS = 4
@@ -46,10 +46,10 @@ def dry_run(config: TrainConfig, open_source: OpenSource) -> None:
     if file is not None and file.is_dir():
         file /= "config.json"
     with torch.device("meta"):
-        model = open_model(config.model, file, source)
+        model = open_trained(replace(config, config=file), plan, source, len(pipelines[0]))
     source.close()
-    if plan:
-        apply_plan(plan, model, len(pipelines[0]))
+    if config.eval is not None:
+        open_source(config.eval, dp_rank=0, dp_world_size=dp).close()
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
     cluster = plan.cluster if plan else load_cluster(CLUSTER)
     frozen = set(config.freeze)

@@ -99,7 +99,7 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     evaluated = None
     if config.eval is not None:
         evaluated = open_evaluation(config.eval, open_source, for_evaluation, source)
-    model = _open_model(config, plan, source, len(pipelines[0]))
+    model = open_trained(config, plan, source, len(pipelines[0]))
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
     adapter = None
     if config.recompute == "adapt":
@@ -195,6 +195,7 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
                 run.saver.finish()
             raise
         now = time.perf_counter()
+        figures: dict[str, float] = {}
         if result is not None:
             last = result
             measurement = StepMeasurement(
@@ -208,12 +209,13 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
                 after=after,
             )
             figures = gather_figures(measurement, run.num_ranks)
-            if run.evaluated is not None and _is_due(run.step + 1, config.eval_every, config.steps):
-                figures["eval_loss"] = evaluate(run.pipeline, run.evaluated, run.num_ranks).loss
-                now = time.perf_counter()
-            if is_first_rank():
-                report_step(figures, config.figures)
-                run.source.log({LOGGED[name]: figures[name] for name in LOGGED if name in figures})
+        if run.evaluated is not None and _is_due(run.step + 1, config.eval_every, config.steps):
+            loss = evaluate(run.pipeline, run.evaluated, run.num_ranks).loss
+            figures |= {"step": run.step, "eval_loss": loss}
+            now = time.perf_counter()
+        if figures and is_first_rank():
+            report_step(figures, config.figures)
+            run.source.log({LOGGED[name]: figures[name] for name in LOGGED if name in figures})
         before = after
         run.step += 1
         stops = any_rank(stop.is_noted)
@@ -262,7 +264,7 @@ def _run_passes(run: TrainingRun, batches: SourceStep) -> StepResult:
     return run.pipeline.step(list(batches), batches[0].loss_normalizer, schedule)
 
 
-def _open_model(
+def open_trained(
     config: TrainConfig, plan: Plan | None, source: StepSource, num_ranks: int
 ) -> PipelineModel:
     """The model with its frozen parts. ConfigError if build, plan or options do not fit it."""

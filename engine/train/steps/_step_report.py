@@ -103,17 +103,14 @@ def _label_weights(batch: Batch) -> float:
 
 
 def report_step(figures: dict[str, float], log: Path | None) -> None:
-    """Print a line, and append one of JSON to `log`. DataError if that fails."""
-    memory = f"  memory {figures['peak_mib']:,.0f} MiB" if figures["peak_mib"] else ""
+    """Print a line, and append one of JSON to `log`. DataError if that fails.
+
+    `figures`: of `gather_figures`; a skipped step has its number and what was evaluated after it.
+    """
     evaluated = f"  eval loss {figures['eval_loss']:.4f}" if "eval_loss" in figures else ""
-    print(
-        f"step {figures['step']:4d}  loss {figures['loss']:.4f}{evaluated}  "
-        f"tokens {figures['tokens']:6d}  {1000 * figures['seconds']:6.0f} ms  "
-        f"waiting {figures['waiting']:5.1%}  "
-        f"dist ratio {figures['dist_ratio_vit']:.2%} {figures['dist_ratio_llm']:.2%}"
-        f"{memory}{_tuning_text(figures)}",
-        flush=True,
-    )
+    passes = _passes_text(figures) if "loss" in figures else ""
+    loss = f"  loss {figures['loss']:.4f}" if "loss" in figures else ""
+    print(f"step {figures['step']:4d}{loss}{evaluated}{passes}", flush=True)
     if log is None:
         return
     try:
@@ -121,6 +118,16 @@ def report_step(figures: dict[str, float], log: Path | None) -> None:
             file.write(f"{json.dumps(figures)}\n")
     except OSError as error:
         raise DataError(f"{log}: {error.strerror}") from None
+
+
+def _passes_text(figures: dict[str, float]) -> str:
+    memory = f"  memory {figures['peak_mib']:,.0f} MiB" if figures["peak_mib"] else ""
+    return (
+        f"  tokens {figures['tokens']:6d}  {1000 * figures['seconds']:6.0f} ms  "
+        f"waiting {figures['waiting']:5.1%}  "
+        f"dist ratio {figures['dist_ratio_vit']:.2%} {figures['dist_ratio_llm']:.2%}"
+        f"{memory}{_tuning_text(figures)}"
+    )
 
 
 def _tuning_text(figures: dict[str, float]) -> str:

@@ -121,6 +121,15 @@ def test_skips_are_counted_and_printed(build, capsys, alone):
     ]
 
 
+def test_what_is_due_after_a_skipped_step_is_evaluated(build, tmp_path, capsys, alone):
+    file = tmp_path / "figures.jsonl"
+    options = "--steps=4", "--not-finite=skip", f"--eval={build}", f"--figures={file}"
+    assert train(build, *options, poisoned=[13]).skipped == 1
+    skipped = json.loads(file.read_text().splitlines()[-1])
+    assert (skipped["step"], sorted(skipped)) == (3, ["eval_loss", "step"])
+    assert f"step    3  eval loss {skipped['eval_loss']:.4f}" in capsys.readouterr().out
+
+
 def test_a_loss_that_is_not_finite_is_skipped_too(build, capsys, alone):
     config = parse([str(build), "--plan=auto", "--device=cpu", "--steps=3", "--not-finite=skip"])
     run, passes = make(config), []

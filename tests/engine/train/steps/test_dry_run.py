@@ -69,10 +69,19 @@ def test_a_model_folder_needs_no_weights(said, build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("--dp=0", "--dp"), ("--plan=no.json", "no.json"), ("--lr=-1", "--lr")]
+    ("options", "message"),
+    [
+        (["--dp=0"], "--dp"),
+        (["--plan=no.json"], "no.json"),
+        (["--lr=-1"], "--lr"),
+        (["--export=out"], "--export writes models of transformers"),
+        (["--eval=nothing"], "nothing"),
+        (["--lora-rank=2", "--lora-targets=nonsense"], "--lora-targets nonsense"),
+        (["--lora-rank=2", "--freeze=llm"], "--freeze"),
+    ],
 )
-def test_wrong_options_are_the_same_line_as_without(build, option, message, capsys):
-    assert main([str(build), "--dry-run", option]) in (1, 2)
+def test_wrong_options_are_the_same_line_as_without(build, options, message, capsys):
+    assert main([str(build), "--dry-run", *options]) in (1, 2)
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
