@@ -11,7 +11,7 @@ from support import BENCHMARKS
 BENCHMARK = BENCHMARKS / "partition_speed.py"
 
 
-def test_a_small_model_is_solved_and_no_method_is_faster():
+def test_a_small_model_is_planned_and_no_method_is_faster():
     options = [
         "--sizes",
         "16x3",
@@ -33,7 +33,8 @@ def test_a_small_model_is_solved_and_no_method_is_faster():
     for row in rows:
         cells = row.split()
         assert cells[3:5] == ["0.10", "1f1b"]
-        assert cells[-1] == "0"  # proved
+        assert cells[-1] == "%"
+        assert 0 <= float(cells[-2]) < 100  # another partition may be faster by as much
         assert not any(cell.startswith("+-") for cell in cells)
 
 

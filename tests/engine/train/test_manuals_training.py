@@ -151,7 +151,7 @@ def test_weights_come_out_as_those_of_transformers(trained, file):
     weights = torch.load(trained.folder / file)
     model = make_model(trained.case.name, load(trained.folder / "build"))
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    model.load_state_dict(weights, strict=True)
+    assert weights.keys() == before.keys()  # tied ones once
     used = trained.alone.keys()
     for name, expected in trained.alone.items():
         off = float((weights[name] - expected).norm() / expected.norm())
