@@ -208,6 +208,8 @@ class TrainConfig(LoraOptions, OptimizerOptions, RunConfig):
             raise ConfigError("--eval-every needs --eval: the build to evaluate on")
         if self.save_every != type(self).save_every and self.state is None:
             raise ConfigError("--save-every needs --state: the folder to save in")
+        if self.effort != type(self).effort and not self.tune:
+            raise ConfigError("--effort is for --tune: give both, or neither")
         if self.merge and self.export is None:
             raise ConfigError("--merge is for --export: give its folder")
         self._check_adapt_and_tune()

@@ -71,6 +71,7 @@ def test_a_folder_that_is_named_like_a_file_is_a_build(tmp_path):
         ('lr_schedule="cosine"\nwarmup_steps = 1.5', "give whole steps, or a share below 1"),
         ("eval_every = 3", "--eval-every needs --eval"),
         ("save_every = 3", "--save-every needs --state: the folder to save in"),
+        ("effort = 3", "--effort is for --tune: give both, or neither"),
         (f"seed = {2**64}", f"seed is {2**64}; it must be in 0..18,446,744,073,709,551,615"),
         ("lora_alpha = 3.0", "--lora-alpha is for LoRA: give --lora-rank too"),
         ("merge = true\nlora_rank = 2", "--merge is for --export: give its folder"),
