@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from isobatch.counting.records._message_fields import (
-    CALL_ROLES,
+    ROLES,
     joined_calls,
+    plain_turns,
     read_fields,
     with_tools,
 )
@@ -55,18 +56,6 @@ _Places = list[Media | None]
 _Parts = dict[str, _Places]
 """Kind of files -> the places of that kind."""
 
-ROLES: dict[str, str] = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "function", "observation", "observations"), "tool"),
-    **dict.fromkeys(("ipython", "tool_response", "function_response"), "tool"),
-    **dict.fromkeys(CALL_ROLES, "assistant"),
-}
-"""Roles of LLaVA, InternVL, ShareGPT, OpenAI, Gemma and ms-swift, in small letters; also used in
-capitals."""
-_PLAIN_ROLES = {role: ours for role, ours in ROLES.items() if role not in CALL_ROLES}
-"""Those whose text is no call."""
 TURN_KEYS = ("conversations", "messages")
 OTHER_TURNS_KEY = "conversation"
 """Turns (LMSYS's), or pairs of a question and its answer; next to none of TURN_KEYS."""
@@ -306,31 +295,12 @@ def _history(record: Fields) -> list[tuple[Any, Any]]:
 def _turns(record: Fields, raw: Sequence[Any], key: str) -> tuple[tuple[Turn, ...], _Parts]:
     """The turns of a conversation, and the files that their parts bring."""
     parts: _Parts = {kind: [] for kind in MARKERS}
-    if (plain := _plain_turns(raw)) is not None:
+    if (plain := plain_turns(raw)) is not None:
         return plain, parts
     path = key if key.endswith("[]") else f"{key}[]"
     items = [record.inner(item, path) for item in raw]
     turns = tuple(_turn(item, number, parts) for number, item in enumerate(items))
     return joined_calls(turns, items), parts
-
-
-def _plain_turns(raw: Sequence[Any]) -> tuple[Turn, ...] | None:
-    """Turns that are a role and a text alone, of which nothing stays unread; None for others.
-
-    As `_turn` reads them, in a third of the time: so are nearly all.
-    """
-    turns = []
-    for item in raw:
-        if type(item) is not dict or len(item) != 2:
-            return None
-        role, text = item.get("from"), item.get("value")
-        if role is None:
-            role, text = item.get("role"), item.get("content")
-        known = _PLAIN_ROLES.get(role) if type(role) is str else None
-        if known is None or type(text) is not str:
-            return None
-        turns.append(Turn(known, text))
-    return tuple(turns)
 
 
 def _files(record: Fields, kind: str, places: _Places) -> list[Media]:
