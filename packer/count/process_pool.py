@@ -59,8 +59,10 @@ def map_ordered(
 
     def next_result() -> Result:
         first = pending.popleft()
-        while not wait([first], HEAR_S).done:
-            while heard.poll():
+        is_done = False
+        while not is_done:
+            is_done = bool(wait([first], HEAR_S).done)
+            while heard.poll():  # also what was told before the result, if nobody had time before
                 on_message(heard.recv())
         return first.result()
 
