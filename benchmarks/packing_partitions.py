@@ -3,7 +3,8 @@
     python benchmarks/packing_partitions.py FILE... [--partitions 16] [--dp 8] [--join 1 16]
 
 FILE: a counts.parquet, or a length file as the OmniBal authors publish them; several are one
-dataset, one source after the other. `--repeat N`: each source N times, for a small corpus.
+dataset, one source after the other. `--repeat N`: each source N times, for a small corpus;
+`--seeds N`: means of N seeds, for few groups differ by chance.
 `--mixture N`: also the mixture of three sources of `order.py`, of N samples, with images as in
 FILE. Samples are dealt to partitions as `packer build` deals pieces of files (16 contiguous pieces
 of a source for each), and grouped by the packer's code under the caps of the whole; what they leave
@@ -43,7 +44,7 @@ from isobatch.models.presets import load_model, model_to_dict
 from isobatch.packer.group import Grouping, group_counts, group_within, read_lengths
 from isobatch.packer.partitions.cut import PIECES, deal
 from isobatch.packer.partitions.join import join_build, packed_parts
-from isobatch.packer.partitions.partition import REMAINDER_GROUPS, ROWS_NAME, PackedPartition
+from isobatch.packer.partitions.partition import ROWS_NAME, PackedPartition
 from isobatch.packer.partitions.results import TABLES, Results
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.sources.base import FilePiece
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--partitions", type=int, default=16)
     parser.add_argument("--dp", type=int, default=8)
     parser.add_argument("--max-seq-len", type=int, default=4096)
+    parser.add_argument("--seeds", type=int, default=1, metavar="N")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
     parser.add_argument("--mixture", type=int, default=0, metavar="N")
     parser.add_argument("--join", nargs="*", type=int, default=[])
@@ -135,22 +137,35 @@ def groups_and_order(
     for column in columns:
         table.add_column(column, justify="right")
     arrays = counts_arrays(counts)
-    settings = GroupOptions(max_seq_len=max_seq_len)
     unit = "vit_tokens" if arrays.num_image_patches.max() < 2 else "image_patches"
-    whole = group_counts(arrays, settings, vision_unit=unit, context_len=1 << 20)
     figures = []
     for number in (1, options.partitions):
-        found = whole if number == 1 else in_partitions(counts, whole.limits, settings, number)
-        with TemporaryDirectory() as folder:
-            report = written(counts, found, Path(folder), options.dp)
-        ours = report.methods["ours"]
-        entropy = ours.shuffle[1].source_entropy
-        figures.append([report.fill, ours.dist_ratio_vit, ours.dist_ratio_llm, entropy])
-        shares = [f"{value:.2%}" for value in figures[-1][:3]]
-        table.add_row(f"{number}", f"{report.num_groups:,}", *shares, f"{entropy:.3f}")
+        found = [
+            figures_of(
+                counts, GroupOptions(seed=seed, max_seq_len=max_seq_len), unit, number, options
+            )
+            for seed in range(options.seeds)
+        ]
+        num_groups, *means = np.mean(found, axis=0)
+        figures.append(means)
+        shares = [f"{value:.2%}" for value in means[:3]]
+        table.add_row(f"{number}", f"{num_groups:,.0f}", *shares, f"{means[3]:.3f}")
     console.print(table)
     more = np.diff(figures, axis=0)[0] * [-1, 1, 1, -1]
     return bool((more <= MOST).all())
+
+
+def figures_of(
+    counts: pa.Table, settings: GroupOptions, unit: str, number: int, options: argparse.Namespace
+) -> list[float]:
+    """Groups, fill, waiting for vision and for the LLM, and source entropy, of partitions."""
+    whole = group_counts(counts_arrays(counts), settings, vision_unit=unit, context_len=1 << 20)
+    found = whole if number == 1 else in_partitions(counts, whole.limits, settings, number)
+    with TemporaryDirectory() as folder:
+        report = written(counts, found, Path(folder), options.dp)
+    ours = report.methods["ours"]
+    entropy = ours.shuffle[1].source_entropy
+    return [report.num_groups, report.fill, ours.dist_ratio_vit, ours.dist_ratio_llm, entropy]
 
 
 def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, number: int) -> Grouping:
@@ -166,7 +181,7 @@ def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, numbe
     parts: list[Groups] = []
     over, remainder = [], [np.empty(0, np.int64)]
 
-    def add(mine: np.ndarray, leave: int) -> None:
+    def add(mine: np.ndarray, leave: bool) -> None:
         arrays = counts_arrays(counts.take(pa.array(mine)))
         found = group_within(arrays, limits, options, [], leave=leave)
         parts.append(Groups(mine[found.groups.samples], found.groups.offsets))
@@ -174,10 +189,10 @@ def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, numbe
         remainder.append(mine[found.remainder])
 
     for chosen in rows:
-        add(np.concatenate(chosen), REMAINDER_GROUPS)
+        add(np.concatenate(chosen), True)
     # as `packer build` has them: by source, then by partition
     joined = np.concatenate(remainder)
-    add(joined[np.argsort(sources[joined], kind="stable")], 0)
+    add(joined[np.argsort(sources[joined], kind="stable")], False)
     return Grouping(
         groups=Groups.joined(parts),
         limits=limits,

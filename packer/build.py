@@ -235,7 +235,7 @@ class Builder:
         packed = run.finish(decisions)
         # in a folder of this process, for another share may do the same
         with TemporaryDirectory(dir=self.staging.folder) as folder:
-            join_build(packed_parts(run.results, run.numbers, packed), Path(folder))
+            join_build(packed_parts(run.results, run.numbers(packed), packed), Path(folder))
             for name in TABLE_NAMES:
                 os.replace(Path(folder, name), self.out / name)
         rejected = self._rejected()

@@ -20,7 +20,7 @@ from isobatch.balance.grouping.isf import group_isf
 from isobatch.balance.rng import STORED, random_permutation
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.common.plain_values import read_text
-from isobatch.common.types import Counts, Groups, IntArray, Limits
+from isobatch.common.types import Counts, FloatArray, Groups, IntArray, Limits
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import load_model
 from isobatch.packer.config import MOST_TOKENS
@@ -42,6 +42,13 @@ MOST_PER_SAMPLE = 1 << 24
 """Tiles or tokens of one sample; more are a mistake, and sums would not fit the tables."""
 
 LIMITS_NAME = "limits.json"
+
+FULL, MOST_LEFT = 0.997, 16
+"""Mean fill that a partition reaches by leaving its least filled groups over, as few as will do and
+at most so many.
+"""
+FEW_GROUPS = 32
+"""A partition of fewer groups leaves all over."""
 
 VIT_TOKENS_PER_TILE, LLM_TOKENS_PER_TILE = 1025, 256
 LENGTHS_MODEL = "internvl_1_5"
@@ -83,11 +90,11 @@ def group_within(
     options: GroupOptions,
     limits_explained: list[str],
     *,
-    leave: int = 0,
+    leave: bool = False,
 ) -> Grouping:
     """Reject what exceeds chosen caps, group the rest.
 
-    `leave`: number of the least filled groups whose samples are left over.
+    `leave`: samples of the least filled groups are left over.
     """
     too_long, too_much_vision = over_limits(counts, limits)
     seq_len, vision = limits.llm_load(counts), limits.vision_load(counts)
@@ -105,8 +112,7 @@ def group_within(
     def fuller(groups: Groups) -> Groups:
         caps = (max(limits.max_vision, 1), limits.max_seq_len)
         fills = [groups.sum(load) / cap for load, cap in zip(loads, caps, strict=True)]
-        order = np.argsort(np.maximum(*fills), kind="stable")
-        return groups.take(np.sort(order[leave:])) if leave else groups
+        return groups.take(_full(np.maximum(*fills))) if leave else groups
 
     if options.grouping == "isf":
         grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
@@ -122,6 +128,16 @@ def group_within(
         limits_explained=limits_explained,
         remainder=np.setdiff1d(rows, groups.samples),
     )
+
+
+def _full(fills: FloatArray) -> IntArray:
+    """Groups that stay when the least filled ones are left over, ascending."""
+    if len(fills) < FEW_GROUPS:
+        return np.empty(0, np.int64)
+    order = np.argsort(-fills, kind="stable")
+    means = np.cumsum(fills[order]) / np.arange(1, len(fills) + 1)
+    number = max(np.count_nonzero(means >= FULL), len(fills) - MOST_LEFT)
+    return np.sort(order[:number])
 
 
 # --- `packer group` ---

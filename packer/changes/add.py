@@ -151,7 +151,7 @@ class Adder:
                 f"the new data's kept columns are {dict(extras)}, the build's {dict(base.extras)}:"
                 " make them alike, or pack a build of its own"
             )
-        rejected = count_rejected(run.rejected())
+        rejected = count_rejected(run.rejected(packed))
         num_read = sum(of.num_read for of in packed)
         share, staged = self.config.max_rejected, self._target.staging / "partitions"
         require_few(rejected, num_read, share, staged, "--discard")
@@ -159,7 +159,7 @@ class Adder:
         if not totals["num_packed"]:
             raise DataError(f"nothing to add: all {num_read:,} samples were rejected")
         with self._builder.progress.stage("finish", None, unit="shards") as stage:
-            new = packed_parts(run.results, run.numbers, packed)
+            new = packed_parts(run.results, run.numbers(packed), packed)
             tables = new_tables(base)
             files = self._target.write_tables([build_as_part(base), *new], tables)
             manifest = self._target.finish(_values(base, packed, tables, files, totals, entry))

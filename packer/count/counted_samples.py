@@ -5,7 +5,7 @@ those of `packer build`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -53,7 +53,7 @@ class CountedSamples:
     dataset: Dataset
     part_sizes: list[int]
     """Records of each part."""
-    chunks: Iterator[tuple[pa.RecordBatch, dict[str, bytes]]]
+    chunks: Iterator[tuple[pa.RecordBatch, Mapping[str, bytes | memoryview]]]
     """Staged rows, and the blobs that they name; a blob may come more than once."""
     note: str
     """What is counted again, for the user."""

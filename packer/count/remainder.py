@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,16 +38,15 @@ def save_remainder(
     """
     order = np.lexsort((positions, parts))
     rows = StagedSamples(staging.samples).take(positions[order])
-    content = bytearray()
-    bring = partial(_brought, open_folder(str(staging.blobs)), content, number)
-    for name in ("images", "audios"):
-        files = [_with_files(of, bring) for of in rows.column(name).to_pylist()]
-        place = rows.schema.get_field_index(name)
-        rows = rows.set_column(place, name, pa.array(files, rows.schema.field(name).type))
+    with (folder / CONTENT).open("wb") as content:
+        bring = partial(_brought, open_folder(str(staging.blobs)), content, number)
+        for name in ("images", "audios"):
+            files = [_with_files(of, bring) for of in rows.column(name).to_pylist()]
+            place = rows.schema.get_field_index(name)
+            rows = rows.set_column(place, name, pa.array(files, rows.schema.field(name).type))
     rows = rows.replace_schema_metadata(None)
     rows = rows.append_column("part", pa.array(parts[order], pa.int64()))
     rows = rows.append_column("position", pa.array(positions[order], pa.int64()))
-    (folder / CONTENT).write_bytes(content)
     with pa.ipc.new_file(folder / ROWS, rows.schema) as writer:
         writer.write_batch(rows)
 
@@ -68,13 +67,13 @@ def _with_files(files: list[dict[str, Any]] | None, bring: Any) -> list[dict[str
     return brought
 
 
-def _brought(blobs: Folder, content: bytearray, number: int, place: list[Any]) -> list[Any]:
+def _brought(blobs: Folder, content: IO[bytes], number: int, place: list[Any]) -> list[Any]:
     """The place of a file; what is in a blob is added to `content`."""
     name, container, offset, size = place
     if not container.startswith(BLOB_SCHEME):
         return place
-    start = len(content)
-    content += blobs.read(container.removeprefix(BLOB_SCHEME), offset, size)
+    start = content.tell()
+    content.write(blobs.read(container.removeprefix(BLOB_SCHEME), offset, size))
     return [name, BLOB_SCHEME + blob_name(number), start, size]
 
 
@@ -103,8 +102,9 @@ def read_remainder(
     ]
     order = np.argsort(np.concatenate(parts), kind="stable")
 
-    def chunks() -> Iterator[tuple[pa.RecordBatch, dict[str, bytes]]]:
+    def chunks() -> Iterator[tuple[pa.RecordBatch, dict[str, memoryview]]]:
         blobs = {blob_name(number): folder / CONTENT for number, _, folder in folders}
+        blobs = {name: path for name, path in blobs.items() if path.stat().st_size}
         for part in range(len(part_sizes)):
             for table, (number, _, _) in zip(tables, folders, strict=True):
                 rows = table.filter(pc.equal(table.column("part"), part))
@@ -113,12 +113,17 @@ def read_remainder(
                 name = blob_name(number)
                 blob = blobs.pop(name, None)
                 staged = rows.drop_columns(["part", "position"])
-                yield staged, {} if blob is None else {name: blob.read_bytes()}
+                yield staged, {} if blob is None else {name: _mapped(blob)}
 
     return Remainder(
         samples=CountedSamples(dataset=dataset, part_sizes=part_sizes, chunks=chunks(), note=""),
         positions=np.concatenate(positions)[order],
     )
+
+
+def _mapped(path: Path) -> memoryview:
+    with pa.memory_map(str(path)) as source:
+        return memoryview(source.read_buffer())
 
 
 def _read(path: Path) -> pa.RecordBatch:

@@ -1,6 +1,6 @@
 """All partitions of a dataset, packed by this process and others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +14,6 @@ from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.cut import Cut, without_pieces
 from isobatch.packer.partitions.decide import decide_by_counts
 from isobatch.packer.partitions.partition import (
-    REMAINDER_GROUPS,
     CountedPartition,
     Decisions,
     PackedPartition,
@@ -29,8 +28,8 @@ from isobatch.shards.tables import REJECTED_NAME, read_table
 
 REMAINDER = "remainder"
 """Stage of what partitions leave over."""
-PER_REMAINDER = 256
-"""Partitions at most whose remainders are packed as one, by one task."""
+PER_REMAINDER = 64
+"""Partitions at most whose remainders are packed as one: some thousand groups, by one task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +80,16 @@ class PartitionRun:
     def finish(self, decisions: Decisions) -> list[PackedPartition]:
         """Pack what they have left over, after `pack`; -> all. DataError if one is gone."""
         packed = self._read(self._partitions)
-        if not self._remainders:
+        if not any(of.remainder for of in packed):
             return packed
-        missing = set(self.results.missing(self._remainders))
-        jobs = [job for job in self._remainder_jobs(decisions, packed) if job.place in missing]
-        self._run(REMAINDER, pack_partition, jobs, len(self._remainders))
-        return packed + self._read(self._remainders)
+        jobs = list(self._remainder_jobs(decisions, packed))
+        numbers = [job.place for job in jobs]
+        missing = set(self.results.missing(numbers))
+        todo = [job for job in jobs if job.place in missing]
+        self._run(REMAINDER, pack_partition, todo, len(jobs))
+        return packed + self._read(numbers)
 
-    def _read(self, numbers: range) -> list[PackedPartition]:
+    def _read(self, numbers: Sequence[int]) -> list[PackedPartition]:
         packed = [self.results.read(number) for number in numbers]
         known = [of for of in packed if of is not None]
         if len(known) < len(packed):
@@ -97,35 +98,30 @@ class PartitionRun:
             )
         return known
 
-    def rejected(self) -> Iterator[pa.Table]:
+    def rejected(self, packed: Sequence[PackedPartition]) -> Iterator[pa.Table]:
         """The rejected samples of each."""
-        for number in self.numbers:
+        for number in self.numbers(packed):
             with self.results.opened(number, [REJECTED_NAME]) as folder:
                 yield read_table(folder / REJECTED_NAME)
 
-    @property
-    def numbers(self) -> range:
+    def numbers(self, packed: Sequence[PackedPartition]) -> range:
         """Numbers of the partitions, and then of what they leave over."""
-        return range(self._partitions.start, self._partitions.stop + len(self._remainders))
+        return range(self._partitions.start, self._partitions.start + len(packed))
 
     @property
     def _partitions(self) -> range:
         first = self.first or 0
         return range(first, first + len(self.cut.partitions))
 
-    @property
-    def _remainders(self) -> range:
-        number, start = len(self.cut.partitions), self._partitions.stop
-        return range(start, start + (-(-number // PER_REMAINDER) if number > 1 else 0))
-
     def _remainder_jobs(
         self, decisions: Decisions, packed: list[PackedPartition]
     ) -> Iterator[PartitionJob]:
         """A job for each run of partitions, all of about equal length."""
+        number = -(-len(packed) // PER_REMAINDER)
         firsts = np.cumsum([0, *(of.num_read for of in packed)]).tolist()
-        borders = np.linspace(0, len(packed), len(self._remainders) + 1).astype(int).tolist()
+        borders = np.linspace(0, len(packed), number + 1).astype(int).tolist()
         extras = next((of.extras for of in packed if of.extras), {})
-        for number, (start, stop) in zip(self._remainders, pairwise(borders), strict=True):
+        for number, (start, stop) in enumerate(pairwise(borders), start=self._partitions.stop):
             leaving = [place for place in range(start, stop) if packed[place].remainder]
             sizes = np.zeros(len(self.dataset.parts), np.int64)
             for place in leaving:
@@ -153,7 +149,7 @@ class PartitionRun:
                 key=self.results.key,
                 decisions=decisions,
                 is_checked_later=True,
-                leave=REMAINDER_GROUPS if self._remainders else 0,
+                leaves=len(self.cut.partitions) > 1,
             )
             for number, dataset in zip(self._partitions, self.cut.partitions, strict=True)
         ]

@@ -72,8 +72,6 @@ from isobatch.shards.tables import (
 COMPILES = "compiling kernels, once per machine"
 MOST_GROUPS = 1 << 24
 """Groups of a partition at most, for their numbers in the keys of tars."""
-REMAINDER_GROUPS = 16
-"""Groups that each of several partitions leaves over: the least filled of a small one are many."""
 ROWS_NAME = "rows.arrow"
 """Index rows and sample ids of a partition."""
 
@@ -121,8 +119,8 @@ class PartitionJob:
     """Bytes of samples that are written at most, for an estimate; None: all."""
     is_checked_later: bool = False
     """Whether somebody else says that there are too many rejected samples, for all partitions."""
-    leave: int = 0
-    """Groups that it leaves over."""
+    leaves: bool = False
+    """Whether samples of its least filled groups are left over."""
     remainder_of: tuple[tuple[int, int], ...] = ()
     """Partitions of whose remainder it is made, and the position of the first record of each."""
 
@@ -354,7 +352,7 @@ class Partition:
                 lines = list(decisions.limits_explained)
                 options = self.config.group_options
                 grouping = group_within(
-                    arrays, decisions.limits, options, lines, leave=self.job.leave
+                    arrays, decisions.limits, options, lines, leave=self.job.leaves
                 )
             stage.count(len(counts.table))
         tables = [counts.rejected, reject_rows(counts.table, grouping.over)]

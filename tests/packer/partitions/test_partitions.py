@@ -72,8 +72,11 @@ def test_a_report_of_some_partitions_has_the_totals_of_all(packed, monkeypatch):
     assert len(drawn.loads["ours"]["llm_tokens"]) == len(groups) < whole.num_groups
     assert drawn.loads["ours"]["llm_tokens"].sum() == pc.sum(groups.column("seq_len")).as_py()
     assert drawn.fill == pytest.approx(whole.fill, abs=0.02)
-    # of these few samples a third is what partitions have left over, with more images
-    assert drawn.lower_bounds == pytest.approx(whole.lower_bounds, rel=0.2)
+    # of the few samples with images others are in each partition
+    bounds, near = whole.lower_bounds, {"tokens": 0.02, "vision": 0.4}
+    assert all(
+        drawn.lower_bounds[name] == pytest.approx(bounds[name], rel=near[name]) for name in near
+    )
     assert any("whole partitions" in note for note in drawn.notes)
     assert not whole.notes
 

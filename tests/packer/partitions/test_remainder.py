@@ -12,6 +12,7 @@ from PIL import Image
 from isobatch.balance.grouping.caps import GroupOptions
 from isobatch.common.types import Counts, Limits
 from isobatch.packer import build as build_module
+from isobatch.packer import group
 from isobatch.packer.count.remainder import ROWS
 from isobatch.packer.group import group_within
 from isobatch.packer.partitions import pack_all
@@ -35,7 +36,9 @@ def in_partitions(monkeypatch, samples=SAMPLES, leave=1):
         return cut_dataset(dataset, samples, seed, **options)
 
     monkeypatch.setattr(build_module, "cut_dataset", cut)
-    monkeypatch.setattr(pack_all, "REMAINDER_GROUPS", leave)
+    monkeypatch.setattr(group, "FULL", 1.0)
+    monkeypatch.setattr(group, "FEW_GROUPS", leave)
+    monkeypatch.setattr(group, "MOST_LEFT", leave)
 
 
 @pytest.fixture(scope="module")
@@ -180,23 +183,31 @@ def test_a_file_that_is_gone_when_it_is_packed_is_rejected_there(folder, tmp_pat
     require_intact(verify_build(tmp_path / "out", quiet(), workers=1))
 
 
-def test_the_least_filled_groups_are_left_over():
-    rng = np.random.default_rng(2)
-    tokens = rng.integers(10, 900, 300)
+@for_each(("cap", "number"), [(1000, 300), (1000, 3000), (9000, 3000), (9000, 30), (700, 2000)])
+def test_the_least_filled_groups_are_left_over(cap, number):
+    tokens = np.random.default_rng(2).integers(10, 700, number)
     zeros = np.zeros_like(tokens)
     counts = Counts(
         **{name: zeros for name in Counts.__dataclass_fields__ if name != "num_text_tokens"},
         num_text_tokens=tokens,
     )
-    limits = Limits(max_seq_len=1000, max_vision=1, min_seq_len=0, min_vision=0)
+    limits = Limits(max_seq_len=cap, max_vision=1, min_seq_len=0, min_vision=0)
+
+    def grouped(grouping, *, leave):
+        options = GroupOptions(seed=0, max_seq_len=cap, grouping=grouping)
+        return group_within(counts, limits, options, [], leave=leave)
+
     for grouping in ("fit", "isf"):
-        options = GroupOptions(seed=0, max_seq_len=1000, grouping=grouping)
-        whole = group_within(counts, limits, options, [])
-        some = group_within(counts, limits, options, [], leave=5)
+        whole, some = grouped(grouping, leave=False), grouped(grouping, leave=True)
         assert len(whole.remainder) == 0
-        assert len(some.groups) == len(whole.groups) - 5
         used = np.concatenate([some.groups.samples, some.remainder])
-        assert sorted(used.tolist()) == list(range(300))
-        fills = some.groups.sum(tokens)
-        assert fills.min() > tokens[some.remainder].sum() / 5
-        assert len(group_within(counts, limits, options, [], leave=10**6).groups) == 0
+        assert sorted(used.tolist()) == list(range(number))
+    # those of ISF are not made even, so all can be seen: as few are gone as make the others full
+    fills = sorted(whole.groups.sum(tokens), reverse=True)
+    stay = sorted(some.groups.sum(tokens), reverse=True)
+    assert stay == fills[: len(stay)]
+    if len(fills) < 32:
+        assert len(stay) == 0
+        return
+    enough = [n for n in range(17) if np.mean(fills[: len(fills) - n]) >= 0.997 * cap]
+    assert len(fills) - len(stay) == min([*enough, 16])

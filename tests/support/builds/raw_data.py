@@ -72,7 +72,7 @@ def options(folder: Path, out: Path, **changes):
 
 SAMPLES = 2600
 UNUSABLE = {"s100", "s2000"}
-CUT = {"partition_samples": 1000, "max_seq_len": 2048, "shard_mb": 1, "chunk_records": 256}
+CUT = {"partition_samples": 1000, "max_seq_len": 1024, "shard_mb": 1, "chunk_records": 256}
 
 
 def write_partitioned(folder):
