@@ -293,6 +293,7 @@ def group(
 
 
 @app.command()
+@with_log
 def report(
     outs: Places,
     dp: Annotated[
@@ -380,6 +381,7 @@ def verify(
 
 
 @app.command()
+@with_log
 def push(
     out: BuildPlace,
     repo: Annotated[str, typer.Argument(help="Name on the Hub: ORG/NAME.", metavar="NAME")],
@@ -390,8 +392,9 @@ def push(
 
     Run it again to continue a push that was stopped.
     """
-    address = push_build(out, repo, private=private)
-    print_line(json.dumps({"out": out, "url": address}) if as_json else address)
+    address = push_build(out, repo, StageProgress(messages), private=private)
+    if print_result({"out": out, "url": address}, as_json=as_json):
+        print_line(address)
 
 
 @app.command()
@@ -534,12 +537,12 @@ def _report(
     values = [
         {"out": place} | report.to_json() for place, report in zip(places, reports, strict=True)
     ]
-    if as_json:
-        print(json.dumps({"builds": values} if others else first.to_json()))
-    elif others:
-        print_comparison(places, compare(reports), results())
-    else:
-        print_report(first, results())
+    result = {"builds": values} if others else first.to_json()
+    if print_result(result, as_json=as_json):
+        if others:
+            print_comparison(places, compare(reports), results())
+        else:
+            print_report(first, results())
     if html is not None:
         with naming_full_disk(html.parent):
             if others:

@@ -14,6 +14,7 @@ from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_
 from isobatch.models.folder.files import quiet_hub
 from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.format_text import share_text, size_text
+from isobatch.packer.progress import StageProgress
 from isobatch.packer.report.figures import make_report
 from isobatch.packer.write.energon_files import META_NAMES
 from isobatch.shards.folders import is_uri
@@ -52,7 +53,7 @@ for step in StreamingLoader("packed"):
 REFS = "\nImages and audio files are not here: give their folder as `image_root` to the loader.\n"
 
 
-def push_build(folder: str, repo: str, *, private: bool = False) -> str:
+def push_build(folder: str, repo: str, progress: StageProgress, *, private: bool = False) -> str:
     """Upload a build; -> the repository's address. ConfigError or DataError says what is wrong."""
     if is_uri(folder):
         raise ConfigError(f"{folder}: packer push takes a build in a folder; copy it here first")
@@ -67,12 +68,14 @@ def push_build(folder: str, repo: str, *, private: bool = False) -> str:
     names = [*(file.name for file in (*manifest.shards, *manifest.files)), *others]
     hub, card = HfApi(), _card(manifest, repo)
     try:
-        with quiet_hub():
+        with quiet_hub(), progress.stage("upload", len(names), unit="files") as stage:
             address = hub.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
             _require_same(hub, repo, root)
             for first in range(0, len(names), FILES_PER_COMMIT):
                 files = {name: root / name for name in names[first : first + FILES_PER_COMMIT]}
                 _commit(hub, repo, files, f"Files {first + 1} to {first + len(files)}")
+                stage.advance(len(files))
+                stage.count(len(files))
             last = {"README.md": card.encode(), MANIFEST_NAME: root / MANIFEST_NAME}
             _commit(hub, repo, last, "The build is complete")
     except IsobatchError:

@@ -90,8 +90,13 @@ def test_a_build_is_pushed_whole_with_a_card_and_read_back(build, hub, tmp_path)
         assert sum(batch.num_samples for step in loader for batch in step) == totals["num_packed"]
     # once more: nothing is sent, and nothing changes
     commits, uploads = len(server.commits), len(server.uploads)
-    ended(command("push", build, "me/packed", **environment))
+    out, err = ended(command("push", build, "me/packed", "--log", "json", **environment))
     assert (len(server.commits), len(server.uploads)) == (commits, uploads)
+    events = [json.loads(line) for line in err.splitlines()]
+    told = [(event["event"], event.get("stage"), event.get("done")) for event in events]
+    assert told[0] == ("stage", "upload", None)
+    assert ("stage_end", "upload", len(local) - 1) in told  # all but the manifest
+    assert events[-2]["result"]["url"] == out.strip()
 
 
 def test_a_killed_push_goes_on_and_sends_no_file_again(build, hub):
