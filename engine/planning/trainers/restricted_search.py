@@ -92,7 +92,9 @@ class _RuledEvaluator(PartitionEvaluator):
         starts, ends = (np.arange(first, first + count) > 0 for first in (0, 1))
         stages = starts.astype(np.int64), ends.astype(np.int64)
         nothing = np.zeros(self.costs.num_layers, np.bool_)
-        peak = peak_bytes(self.layers, self.orders[0], *stages, nothing)
+        # where its stage will end, and so what it sends, is open
+        layers = self.layers._replace(messages=np.zeros_like(self.layers.messages))
+        peak = peak_bytes(layers, self.orders[0], *stages, nothing)
         return bool(peak <= self.memory_bytes)
 
 
@@ -141,14 +143,22 @@ def search_restricted(
 def fold_first(costs: Costs, recompute: BoolArray) -> Costs:
     """The costs with the first `len(recompute)` layers as one, of which these are recomputed.
 
-    Times and peaks of passes that compute both gradients at once are the same to the bit. The row
-    cannot be recomputed any more.
+    Times and peaks of backward passes are the same to the bit. The row cannot be recomputed any
+    more.
     """
     count = len(recompute)
     chosen = recompute[:, np.newaxis]
     saved = costs.saved_bytes[:count]
     live = np.where(chosen, costs.kept_bytes[:count], saved)
-    turn = np.cumsum(live, axis=0) - live + np.maximum(saved, live) + costs.working_bytes[:count]
+    before = np.cumsum(live, axis=0) - live
+    whole = np.maximum(saved, live)
+    turn = before + whole + costs.working_bytes[:count]
+    # gradients of weights wait for those of the layers after them, and follow from the first on
+    deferred = costs.deferred_bytes[:count]
+    until, every = np.cumsum(deferred, axis=0), deferred.sum(axis=0)
+    apart = before + np.maximum(whole, deferred) + costs.input_working_bytes[:count]
+    apart += every - until
+    weights = costs.weight_working_bytes[:count] - (until - deferred)
     again = np.where(chosen, costs.recompute_ns[:count], 0).sum(axis=0)
     # what is no sum over the layers
     held = live.sum(axis=0)
@@ -157,6 +167,10 @@ def fold_first(costs: Costs, recompute: BoolArray) -> Costs:
     row |= {"sends_grad": costs.sends_grad[count - 1], "recompute_ns": np.zeros_like(held)}
     row |= {"input_grad_ns": row["input_grad_ns"] + again}
     row |= {"saved_bytes": held, "kept_bytes": held, "working_bytes": turn.max(axis=0) - held}
+    row |= {
+        "input_working_bytes": np.maximum(apart.max(axis=0) - np.maximum(held, every), 0),
+        "weight_working_bytes": np.maximum(weights.max(axis=0), 0),
+    }
     arrays: dict[str, Any] = {
         name: np.concatenate([np.asarray(value)[np.newaxis], getattr(costs, name)[count:]])
         for name, value in row.items()

@@ -65,13 +65,14 @@ class FamilyCase:
 def random_case(seed: int, world: int) -> FamilyCase:
     """A case on so many ranks."""
     rng = np.random.default_rng(seed)
+    name = NAMES[seed // len(SCHEDULES) % len(NAMES)]
     pp = int(rng.choice([count for count in (world, world, 2, 1) if world % count == 0]))
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     limits = most_deferred(schedule, pp)
     is_bound = any(limits) and rng.random() < 0.5
     return FamilyCase(
         seed=seed,
-        name=NAMES[seed // len(SCHEDULES) % len(NAMES)],
+        name=name,
         pp=pp,
         dp=world // pp,
         schedule=schedule,
@@ -81,13 +82,15 @@ def random_case(seed: int, world: int) -> FamilyCase:
         recompute=float(rng.choice([0, 0.5, 1])),
         frozen=str(rng.choice(["nothing", "encoder", "language", "layers"])),
         tied=bool(rng.random() < 0.5),
-        lora=_random_lora(rng),
+        lora=_random_lora(rng, name),
     )
 
 
-def _random_lora(rng: np.random.Generator) -> LoraOptions:
+def _random_lora(rng: np.random.Generator, name: str) -> LoraOptions:
     """Adapters on one to three parts; only the language model has layers of some names."""
     parts = [part for part in PARTS if rng.random() < 0.5] or [str(rng.choice(["vision", "llm"]))]
+    if parts == ["projector"] and name == "gemma3":  # whose projector has no linear layer
+        parts.append("llm")
     targets = ("q_proj", "down_proj") if "llm" in parts and rng.random() < 0.5 else ("all-linear",)
     return LoraOptions(
         lora_rank=int(rng.integers(1, 5)),

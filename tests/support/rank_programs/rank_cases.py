@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.costs import MEMORY, Costs
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule
 from isobatch.engine.runtime.layer_rng import LayerRng
@@ -196,7 +196,7 @@ def _planned(case, borders, order, rng):
                 strict=True,
             )
         ),
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
+        **dict.fromkeys(MEMORY, nothing),
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.arange(layers) >= frozen,
