@@ -39,7 +39,7 @@ class LayerMemory(NamedTuple):
     state: IntArray
     """(layers,)."""
     messages: IntArray
-    """(layers + 1,): of each cut, on their way; 0 in a pipeline of one rank."""
+    """(layers + 1, micro_batches): at each cut, on their way; 0 in a pipeline of one rank."""
     kind: IntArray
     """(layers,): number of the layer's kind; -1 where recomputation frees nothing."""
     extra_ns: IntArray
@@ -78,7 +78,10 @@ class RecomputeGroups(NamedTuple):
 
 
 def layer_memory(costs: Costs, num_ranks: int) -> LayerMemory:
-    """Memory of layers in a pipeline of so many ranks. A layer whose input is larger than its activations is never recomputed."""
+    """Memory of layers in a pipeline of so many ranks.
+
+    A layer whose input is larger than its activations is never recomputed.
+    """
     saved, recomputed = costs.saved_bytes, costs.kept_bytes
     frees = (saved >= recomputed).all(axis=1) & (saved > recomputed).any(axis=1)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
@@ -117,8 +120,9 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     apart, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     now = messages = np.int64(0)
     for chunk in range(len(starts)):
-        ends_with = layers.messages[starts[chunk]] + layers.messages[ends[chunk]]
-        messages = max(messages, ends_with)
+        for number in range(shape[1]):
+            before, after = layers.messages[starts[chunk]], layers.messages[ends[chunk]]
+            messages = max(messages, before[number] + after[number])
         peaks = forward[chunk], joint[chunk], apart[chunk], weights[chunk]
         for layer in range(starts[chunk], ends[chunk]):
             now += layers.state[layer]

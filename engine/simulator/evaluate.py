@@ -100,8 +100,8 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
 
 
 def messages_of_ranks(schedule: Schedule, stages: StageCosts) -> IntArray:
-    """Bytes of messages on their way to and from each rank, (ranks,): of its stage with most."""
-    by_rank = stages.message_bytes.reshape(-1, schedule.num_ranks)
+    """Bytes of messages on their way to and from each rank, (ranks,): the most of its stages."""
+    by_rank = stages.message_bytes.max(axis=1, initial=0).reshape(-1, schedule.num_ranks)
     return np.asarray(by_rank.max(axis=0) * (schedule.num_ranks > 1))
 
 

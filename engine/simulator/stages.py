@@ -40,7 +40,7 @@ class StageCosts:
     weight_peak_bytes: IntArray
     """Peak of the pass of deferred weight gradients, on top of everything live before."""
     message_bytes: IntArray
-    """(stages,): the largest of each message on its way: input, output, and their gradients."""
+    """Messages on their way: the input, the output, and their gradients."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: BoolArray
@@ -60,8 +60,7 @@ class StageCosts:
         values: dict[str, Any] = dict.fromkeys(names, zeros)
         values |= {"forward_ns": forward_ns, "input_grad_ns": input_grad_ns}
         values |= {"weight_grad_ns": weight_grad_ns, "sends_grad": sends_grad}
-        nothing = np.zeros(len(forward_ns), np.int64)
-        return cls(**values | {"state_bytes": nothing, "message_bytes": nothing})
+        return cls(**values | {"state_bytes": np.zeros(len(forward_ns), np.int64)})
 
     @property
     def num_stages(self) -> int:
@@ -148,11 +147,10 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
 
 
 def message_bytes(costs: Costs) -> IntArray:
-    """Largest output and its gradient at each cut, of all micro-batches, (layers + 1,)."""
-    messages = np.zeros(costs.num_layers + 1, np.int64)
-    largest = costs.sent_bytes[:-1].max(axis=1, initial=0)
-    messages[1:-1] = largest * (1 + costs.sends_grad[:-1])
-    return messages
+    """An output and its gradient at each cut, (layers + 1, micro_batches)."""
+    nothing = np.zeros_like(costs.sent_bytes[:1])
+    sent = costs.sent_bytes[:-1] * (1 + costs.sends_grad[:-1, np.newaxis])
+    return np.concatenate([nothing, sent, nothing])
 
 
 def _sums(values: IntArray, starts: IntArray) -> IntArray:

@@ -306,7 +306,7 @@ def frozen_parts(config: TrainConfig, plan: Plan | None) -> list[str]:
     if config.lora_rank is not None:
         if frozen & set(config.lora_parts):
             raise ConfigError("--freeze or the plan freezes a part of --lora-parts: give either")
-        frozen = set(PARTS) - set(config.lora_parts)
+        return [part for part in PARTS if part not in config.lora_parts]
     return [part for part in PARTS if part in frozen]
 
 

@@ -264,9 +264,7 @@ def _backward_peak(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> in
     return meter.peak_bytes
 
 
-def _apart_bytes(
-    layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes"
-) -> tuple[int, int, int]:
+def _apart_bytes(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> tuple[int, int, int]:
     """-> (peak of the first backward pass, bytes live between the two, peak of weight gradients).
 
     The last on top of what is live between the passes.

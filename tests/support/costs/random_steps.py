@@ -106,6 +106,7 @@ def random_stages(rng, num_stages, num_micro_batches, *, most=50):
             "held_bytes",
             "apart_peak_bytes",
             "weight_peak_bytes",
+            "message_bytes",
         )
     }
     return StageCosts(
@@ -114,7 +115,6 @@ def random_stages(rng, num_stages, num_micro_batches, *, most=50):
         send_ns=send,
         send_back_ns=back,
         state_bytes=rng.integers(0, most, num_stages),
-        message_bytes=rng.integers(0, most, num_stages),
         sends_grad=sends_grad,
     )
 
@@ -142,7 +142,7 @@ def constant_stages(
         apart_peak_bytes=zeros,
         weight_peak_bytes=zeros,
         state_bytes=np.zeros(num_stages, np.int64),
-        message_bytes=np.zeros(num_stages, np.int64),
+        message_bytes=zeros,
         sends_grad=np.arange(num_stages) < num_stages - 1,
     )
 
