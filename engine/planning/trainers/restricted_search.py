@@ -143,22 +143,14 @@ def search_restricted(
 def fold_first(costs: Costs, recompute: BoolArray) -> Costs:
     """The costs with the first `len(recompute)` layers as one, of which these are recomputed.
 
-    Times and peaks of backward passes are the same to the bit. The row cannot be recomputed any
-    more.
+    Times and peaks of passes that compute both gradients at once are the same to the bit. The row
+    cannot be recomputed any more.
     """
     count = len(recompute)
     chosen = recompute[:, np.newaxis]
     saved = costs.saved_bytes[:count]
     live = np.where(chosen, costs.kept_bytes[:count], saved)
-    before = np.cumsum(live, axis=0) - live
-    whole = np.maximum(saved, live)
-    turn = before + whole + costs.working_bytes[:count]
-    # gradients of weights wait for those of the layers after them, and follow from the first on
-    deferred = costs.deferred_bytes[:count]
-    until, every = np.cumsum(deferred, axis=0), deferred.sum(axis=0)
-    apart = before + np.maximum(whole, deferred) + costs.input_working_bytes[:count]
-    apart += every - until
-    weights = costs.weight_working_bytes[:count] - (until - deferred)
+    turn = np.cumsum(live, axis=0) - live + np.maximum(saved, live) + costs.working_bytes[:count]
     again = np.where(chosen, costs.recompute_ns[:count], 0).sum(axis=0)
     # what is no sum over the layers
     held = live.sum(axis=0)
@@ -166,11 +158,9 @@ def fold_first(costs: Costs, recompute: BoolArray) -> Costs:
     row |= {name: getattr(costs, name)[count - 1] for name in ("send_ns", "sent_bytes")}
     row |= {"sends_grad": costs.sends_grad[count - 1], "recompute_ns": np.zeros_like(held)}
     row |= {"input_grad_ns": row["input_grad_ns"] + again}
-    row |= {"saved_bytes": held, "kept_bytes": held, "working_bytes": turn.max(axis=0) - held}
-    row |= {
-        "input_working_bytes": np.maximum(apart.max(axis=0) - np.maximum(held, every), 0),
-        "weight_working_bytes": np.maximum(weights.max(axis=0), 0),
-    }
+    working = turn.max(axis=0) - held
+    row |= {"saved_bytes": held, "kept_bytes": held, "working_bytes": working}
+    row |= {"input_working_bytes": working}
     arrays: dict[str, Any] = {
         name: np.concatenate([np.asarray(value)[np.newaxis], getattr(costs, name)[count:]])
         for name, value in row.items()

@@ -127,7 +127,10 @@ def run_case(case: Case) -> None:
         schedule = (
             _planned(case, borders, order, rng) if case.planned else _schedule(case, count, rng)
         )
-        result = pipeline.step(own, normalizer, schedule, order)
+        if order is not None:
+            schedule = schedule or options.make_schedule(case.pp, count)
+            schedule = replace(schedule, micro_batches=order[schedule.micro_batches])
+        result = pipeline.step(own, normalizer, schedule)
         loss = torch.tensor(result.loss)
         if case.dp > 1:
             dist.all_reduce(loss)
