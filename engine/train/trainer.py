@@ -301,10 +301,10 @@ def open_trained(
 
 def frozen_parts(config: TrainConfig, plan: Plan | None) -> list[str]:
     """Parts of which nothing is trained. ConfigError if one of them is to have adapters."""
-    frozen = {part for part in PARTS if plan and not plan.training.trains(part)}
-    frozen |= set(config.freeze)
+    by_plan = [part for part in PARTS if plan and not plan.training.trains(part)]
+    frozen = {*by_plan, *config.freeze}
     if config.lora_rank is not None:
-        if frozen & set(config.lora_parts):
+        if frozen.intersection(config.lora_parts):
             raise ConfigError("--freeze or the plan freezes a part of --lora-parts: give either")
         return [part for part in PARTS if part not in config.lora_parts]
     return [part for part in PARTS if part in frozen]
