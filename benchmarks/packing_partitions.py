@@ -6,9 +6,10 @@ FILE: a counts.parquet, or a length file as the OmniBal authors publish them; se
 dataset, one source after the other. `--repeat N`: each source N times, for a small corpus.
 `--mixture N`: also the mixture of three sources of `order.py`, of N samples, with images as in
 FILE. Samples are dealt to partitions as `packer build` deals pieces of files (16 contiguous pieces
-of a source for each), and grouped by the packer's code under the caps of the whole. Fill, waiting
-and source entropy (1: as in a random order) are those of `packer report`. Exit status 1 if one of
-them is worse than that of one partition by more than `MOST`.
+of a source for each), and grouped by the packer's code under the caps of the whole; what they leave
+over is packed together. Fill, waiting and source entropy (1: as in a random order) are those of
+`packer report`. Exit status 1 if one of them is worse than that of one partition by more than
+`MOST`.
 
 `--join N...`: N partitions of a million samples each (lengths drawn with a fixed seed, no images)
 are joined by the packer's code; peak memory of that process, and what it reads per sample. The
@@ -42,7 +43,7 @@ from isobatch.models.presets import load_model, model_to_dict
 from isobatch.packer.group import Grouping, group_counts, group_within, read_lengths
 from isobatch.packer.partitions.cut import PIECES, deal
 from isobatch.packer.partitions.join import join_build, packed_parts
-from isobatch.packer.partitions.partition import ROWS_NAME, PackedPartition
+from isobatch.packer.partitions.partition import REMAINDER_GROUPS, ROWS_NAME, PackedPartition
 from isobatch.packer.partitions.results import TABLES, Results
 from isobatch.packer.report.figures import Report, make_report
 from isobatch.packer.sources.base import FilePiece
@@ -153,7 +154,7 @@ def groups_and_order(
 
 
 def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, number: int) -> Grouping:
-    """Groups of samples of one partition each, one partition after the other."""
+    """Groups of samples of one partition each, and of what they leave over, as they are stored."""
     sources = source_numbers(counts)
     rows: list[list[np.ndarray]] = [[] for _ in range(number)]
     for source in range(int(sources.max()) + 1):
@@ -162,16 +163,28 @@ def in_partitions(counts: pa.Table, limits: Limits, options: GroupOptions, numbe
         pieces = [FilePiece("", start, end, size=end - start) for start, end in pairwise(borders)]
         for place, of in enumerate(deal(pieces, number, options.seed, source)):
             rows[place] += [members[piece.start : piece.stop] for piece in of or ()]
-    parts, over = [], []
-    for chosen in rows:
-        mine = np.concatenate(chosen)
+    parts: list[Groups] = []
+    over, remainder = [], [np.empty(0, np.int64)]
+
+    def add(mine: np.ndarray, leave: int) -> None:
         arrays = counts_arrays(counts.take(pa.array(mine)))
-        grouping = group_within(arrays, limits, options, [])
-        parts.append((mine[grouping.groups.samples], grouping.groups.sizes))
-        over += [(int(mine[row]), reason, detail) for row, reason, detail in grouping.over]
-    samples, sizes = (np.concatenate(each) for each in zip(*parts, strict=True))
-    groups = Groups(samples, np.concatenate([[0], np.cumsum(sizes)]))
-    return Grouping(groups=groups, limits=limits, over=over, limits_explained=[])
+        found = group_within(arrays, limits, options, [], leave=leave)
+        parts.append(Groups(mine[found.groups.samples], found.groups.offsets))
+        over.extend((int(mine[row]), reason, detail) for row, reason, detail in found.over)
+        remainder.append(mine[found.remainder])
+
+    for chosen in rows:
+        add(np.concatenate(chosen), REMAINDER_GROUPS)
+    # as `packer build` has them: by source, then by partition
+    joined = np.concatenate(remainder)
+    add(joined[np.argsort(sources[joined], kind="stable")], 0)
+    return Grouping(
+        groups=Groups.joined(parts),
+        limits=limits,
+        over=over,
+        limits_explained=[],
+        remainder=np.empty(0, np.int64),
+    )
 
 
 def written(counts: pa.Table, found: Grouping, folder: Path, dp: int) -> Report:
@@ -258,6 +271,7 @@ def make_partition(folder: Path) -> None:
     packed = PackedPartition(
         num_read=MILLION,
         num_repeated=0,
+        remainder=[],
         index=figures,
         shards=[part.file.to_json()],
         limits={},

@@ -215,7 +215,7 @@ class Builder:
             return None
         with alone_in(self.staging.folder):
             if not is_complete(config.out):
-                return self._join(run)
+                return self._join(run, decisions)
         return self._finished(dataset)
 
     def _decisions(self, results: Results, cut: Cut) -> Decisions:
@@ -230,9 +230,9 @@ class Builder:
             return decisions
         return Decisions.from_json(text)
 
-    def _join(self, run: PartitionRun) -> BuildSummary:
+    def _join(self, run: PartitionRun, decisions: Decisions) -> BuildSummary:
         """Make the build of the packed partitions."""
-        packed = run.packed()
+        packed = run.finish(decisions)
         # in a folder of this process, for another share may do the same
         with TemporaryDirectory(dir=self.staging.folder) as folder:
             join_build(packed_parts(run.results, run.numbers, packed), Path(folder))

@@ -20,7 +20,7 @@ from isobatch.balance.grouping.isf import group_isf
 from isobatch.balance.rng import STORED, random_permutation
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.common.plain_values import read_text
-from isobatch.common.types import Counts, Groups, Limits
+from isobatch.common.types import Counts, Groups, IntArray, Limits
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import load_model
 from isobatch.packer.config import MOST_TOKENS
@@ -58,6 +58,8 @@ class Grouping:
     """Rejected samples: (row of the counts table, reason, detail)."""
     limits_explained: list[str]
     """Lines on how the caps were chosen."""
+    remainder: IntArray
+    """Rows of the samples that are left over, ascending."""
 
 
 def group_counts(
@@ -76,9 +78,17 @@ def group_counts(
 
 
 def group_within(
-    counts: Counts, limits: Limits, options: GroupOptions, limits_explained: list[str]
+    counts: Counts,
+    limits: Limits,
+    options: GroupOptions,
+    limits_explained: list[str],
+    *,
+    leave: int = 0,
 ) -> Grouping:
-    """Reject what exceeds chosen caps, group the rest."""
+    """Reject what exceeds chosen caps, group the rest.
+
+    `leave`: number of the least filled groups whose samples are left over.
+    """
     too_long, too_much_vision = over_limits(counts, limits)
     seq_len, vision = limits.llm_load(counts), limits.vision_load(counts)
     padded = f" with padding to a multiple of {limits.pad_each_to}" * (limits.pad_each_to > 1)
@@ -91,10 +101,18 @@ def group_within(
     rows = np.flatnonzero(fits)
     loads = (vision[rows], seq_len[rows])
     seed = options.seed
+
+    def fuller(groups: Groups) -> Groups:
+        caps = (max(limits.max_vision, 1), limits.max_seq_len)
+        fills = [groups.sum(load) / cap for load, cap in zip(loads, caps, strict=True)]
+        order = np.argsort(np.maximum(*fills), kind="stable")
+        return groups.take(np.sort(order[leave:])) if leave else groups
+
     if options.grouping == "isf":
         grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
+        grouped = fuller(grouped)
     else:
-        grouped = group_balanced(*loads, limits, seed=seed)
+        grouped = group_balanced(*loads, limits, seed=seed, keep=fuller)
     groups = Groups(rows[grouped.samples], grouped.offsets)
     return Grouping(
         # any stretch of the build is like the whole
@@ -102,6 +120,7 @@ def group_within(
         limits=limits,
         over=over,
         limits_explained=limits_explained,
+        remainder=np.setdiff1d(rows, groups.samples),
     )
 
 

@@ -144,7 +144,7 @@ class Adder:
         return Addition(is_new=False, totals=zeros, rejected={}, manifest=manifest)
 
     def _join(self, base: Manifest, run: PartitionRun, entry: dict[str, Any]) -> Addition:
-        packed = run.packed()
+        packed = run.finish(_decisions(base))
         extras = next((of.extras for of in packed if of.extras), {})
         if extras != base.extras:
             raise DataError(

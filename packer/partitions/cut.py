@@ -110,6 +110,11 @@ def _restricted(dataset: Dataset, pieces: list[tuple[FilePiece, ...] | None]) ->
     return replace(dataset, parts=tuple(parts))
 
 
+def without_pieces(dataset: Dataset) -> Dataset:
+    """The dataset, of which nothing is read."""
+    return _restricted(dataset, [()] * len(dataset.parts))
+
+
 def cut_to_json(cut: Cut) -> str:
     """Which pieces each partition has, as JSON: an array that was read for it is not read again."""
     rows = [

@@ -5,7 +5,7 @@ Rows are numbered through, and read some at a time, so memory does not grow with
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -54,6 +54,10 @@ class BuildPart:
     row_files: tuple[str, ...]
     figures: IndexFigures
     num_shards: int
+    num_records: int | None = None
+    """Records that it has read; None: up to the last position."""
+    back: int = 0
+    """Parts before it at whose first record its positions begin."""
 
 
 def packed_parts(
@@ -68,8 +72,10 @@ def packed_parts(
             row_files=(ROWS_NAME,),
             figures=of.index,
             num_shards=len(of.shards),
+            num_records=of.num_read,
+            back=place if of.is_remainder else 0,
         )
-        for number, of in zip(numbers, packed, strict=True)
+        for place, (number, of) in enumerate(zip(numbers, packed, strict=True))
     ]
 
 
@@ -96,7 +102,8 @@ def build_as_part(manifest: Manifest) -> BuildPart:
 class _Before:
     """What earlier parts have."""
 
-    records: int = 0
+    records: list[int] = field(default_factory=lambda: [0])
+    """Until each of them, and until the next one."""
     rows: int = 0
     """Of the counts table."""
 
@@ -145,12 +152,13 @@ def _add_tables(
         writers[name].write_table(table.cast(_SCHEMAS[name]), row_group_size=max(1, len(table)))
 
     last, num_rows = -1, 0
+    first = before.records[-1 - part.back]
     for name in (COUNTS_NAME, REJECTED_NAME):
         for table in tables(name):
             if len(table):
                 last = max(last, pc.max(table.column("position")).as_py())
             num_rows += len(table) if name == COUNTS_NAME else 0
-            write(name, _added(table, "position", before.records))
+            write(name, _added(table, "position", first))
     for groups in tables(GROUPS_NAME):
         lists = groups.column("samples").combine_chunks()
         rows = pc.add(lists.flatten(), before.rows)
@@ -159,7 +167,8 @@ def _add_tables(
         samples = pa.ListArray.from_arrays(borders, rows) if len(lists) else lists
         place = groups.schema.get_field_index("samples")
         write(GROUPS_NAME, groups.set_column(place, "samples", samples))
-    before.records += last + 1
+    num_records = last + 1 if part.num_records is None else part.num_records
+    before.records.append(before.records[-1] + num_records)
     before.rows += num_rows
 
 

@@ -35,6 +35,7 @@ from isobatch.packer.count.mixture_sampling import (
     part_numbers,
 )
 from isobatch.packer.count.process_pool import map_ordered
+from isobatch.packer.count.remainder import save_remainder
 from isobatch.packer.count.staging import (
     Staging,
     has_videos,
@@ -71,6 +72,8 @@ from isobatch.shards.tables import (
 COMPILES = "compiling kernels, once per machine"
 MOST_GROUPS = 1 << 24
 """Groups of a partition at most, for their numbers in the keys of tars."""
+REMAINDER_GROUPS = 16
+"""Groups that each of several partitions leaves over: the least filled of a small one are many."""
 ROWS_NAME = "rows.arrow"
 """Index rows and sample ids of a partition."""
 
@@ -118,6 +121,10 @@ class PartitionJob:
     """Bytes of samples that are written at most, for an estimate; None: all."""
     is_checked_later: bool = False
     """Whether somebody else says that there are too many rejected samples, for all partitions."""
+    leave: int = 0
+    """Groups that it leaves over."""
+    remainder_of: tuple[tuple[int, int], ...] = ()
+    """Partitions of whose remainder it is made, and the position of the first record of each."""
 
     @property
     def place(self) -> int:
@@ -131,6 +138,10 @@ class PackedPartition:
 
     num_read: int
     num_repeated: int
+    remainder: list[int]
+    """Samples of each part of the dataset that it leaves over; empty if none."""
+    is_remainder: bool = False
+    """Whether it is what other partitions have left over, and its positions begin at the first."""
     index: IndexFigures
     shards: list[dict[str, Any]]
     """Entries of the manifest."""
@@ -143,8 +154,8 @@ class PackedPartition:
 
     @property
     def num_samples(self) -> int:
-        """Samples in its groups."""
-        return self.index.sums["num_samples"]
+        """Samples in its groups, and those that it leaves over."""
+        return self.index.sums["num_samples"] + sum(self.remainder)
 
     @classmethod
     def from_json(cls, text: str) -> "PackedPartition":
@@ -183,6 +194,8 @@ class _Counts:
     rejected: pa.Table
     num_read: int
     num_repeated: int
+    remainder: list[int]
+    """Samples of each part of the dataset that are left over."""
 
 
 class Partition:
@@ -208,7 +221,8 @@ class Partition:
     def pack(self) -> PackedPartition:
         """All stages. DataError if it is the only partition and nothing can be packed."""
         counts = self._counts()
-        self.grouping = grouping = self._group(counts)
+        grouping, counts = self._group(counts)
+        self.grouping = grouping
         if self.job.most_bytes is not None:
             running = np.cumsum(grouping.groups.sum(sample_bytes(counts.table)))
             number = 1 + int(np.searchsorted(running, self.job.most_bytes))
@@ -265,6 +279,7 @@ class Partition:
             rejected=pa.concat_tables([rejected, dropped]),
             num_read=sum(records_per_part),
             num_repeated=int(np.maximum(copies - 1, 0).sum()),
+            remainder=[],
         )
         self._records_per_part = records_per_part
         write_table(counts.table, self.work / COUNTS_NAME)
@@ -321,7 +336,8 @@ class Partition:
             return
         require_few(rejected, num_read, self.config.max_rejected, self.work / REJECTED_NAME)
 
-    def _group(self, counts: _Counts) -> Grouping:
+    def _group(self, counts: _Counts) -> tuple[Grouping, _Counts]:
+        """The groups, and the counts without what is left over."""
         decisions = self.job.decisions
         arrays = counts_arrays(counts.table)
         with self.progress.stage("group", None) as stage:
@@ -337,12 +353,32 @@ class Partition:
             else:
                 lines = list(decisions.limits_explained)
                 options = self.config.group_options
-                grouping = group_within(arrays, decisions.limits, options, lines)
+                grouping = group_within(
+                    arrays, decisions.limits, options, lines, leave=self.job.leave
+                )
             stage.count(len(counts.table))
         tables = [counts.rejected, reject_rows(counts.table, grouping.over)]
         self._reject(tables, counts.num_read, num_left=len(grouping.groups))
+        if len(grouping.remainder):
+            grouping, counts = self._leave(grouping, counts)
         self._write_groups(grouping.groups, counts)
-        return grouping
+        return grouping, counts
+
+    def _leave(self, grouping: Grouping, counts: _Counts) -> tuple[Grouping, _Counts]:
+        """Save the remainder; -> groups and counts without it."""
+        chosen = grouping.remainder
+        positions = counts.table.column("position").to_numpy()[chosen]
+        save_remainder(self.staging, positions, counts.parts[chosen], self.work, self.job.place)
+        stays = np.ones(len(counts.table), bool)
+        stays[chosen] = False
+        new_row = np.cumsum(stays) - 1
+        sizes = np.bincount(counts.parts[chosen], minlength=len(self.dataset.parts)).tolist()
+        table = counts.table.filter(pa.array(stays))
+        counts = replace(counts, table=table, parts=counts.parts[stays], remainder=sizes)
+        groups = Groups(new_row[grouping.groups.samples], grouping.groups.offsets)
+        over = [(int(new_row[row]), reason, detail) for row, reason, detail in grouping.over]
+        write_table(counts.table, self.work / COUNTS_NAME)
+        return replace(grouping, groups=groups, over=over), counts
 
     def _write_groups(self, groups: Groups, counts: _Counts) -> None:
         table = groups_table(groups, counts_arrays(counts.table))
@@ -414,6 +450,7 @@ class Partition:
         return PackedPartition(
             num_read=counts.num_read,
             num_repeated=counts.num_repeated,
+            remainder=counts.remainder,
             index=index,
             shards=[shard_entry(part) for part in parts],
             limits=grouping.limits.to_json(),

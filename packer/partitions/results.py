@@ -15,6 +15,7 @@ from pathlib import Path
 from socket import gethostname
 
 from isobatch.common.plain_values import write_text
+from isobatch.packer.count import remainder
 from isobatch.packer.format_text import counted
 from isobatch.packer.partitions.partition import ROWS_NAME, CountedPartition, PackedPartition
 from isobatch.shards.folders import is_uri, join, on_disk, open_folder, open_object_folder
@@ -103,6 +104,7 @@ class Results:
         """Bring a partition that is packed in a work folder, and remove that."""
         files = [(work / name, name) for name in TABLES]
         files.append((work / "staging" / ROWS_NAME, ROWS_NAME))
+        files += [(work / name, name) for name in remainder.NAMES if sum(packed.remainder)]
         target = f"{self._folder}/{number:05d}"
         if is_uri(self.out):
             bucket = open_object_folder(self.out)

