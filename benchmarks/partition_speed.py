@@ -8,9 +8,9 @@ best.
 Models are generated: a vision encoder, a projector, an LLM of about as many layers, and their ends;
 `--spread` is the standard deviation of a phase's load between micro-batches, `--memory` the share
 that is there of what the fullest rank needs if nothing is recomputed and stages take the same time.
-Times are the least of several rounds, after one that compiles. "over": how much slower a step is
-than with the search's answer; "gap": how much faster than that answer another one could be at most.
-Exit status 1 when a search takes 2 s more than its time limit.
+Times are CPU time, the least of several rounds after one that compiles. "over": how much slower a
+step is than with the search's answer; "gap": how much faster than that answer another one could be
+at most. Exit status 1 when a search takes 2 s more than its time limit.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ def least_s(work: Callable[[], T], rounds: int) -> tuple[float, T]:
     """The least time of some rounds, and the result."""
     result, times = work(), []
     for _ in range(rounds):
-        begun = time.perf_counter()
+        begun = time.process_time()
         result = work()
-        times.append(time.perf_counter() - begun)
+        times.append(time.process_time() - begun)
     return min(times), result
 
 

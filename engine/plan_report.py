@@ -160,7 +160,10 @@ def memory_text(plan: Plan) -> str:
 
 
 def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
-    """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak."""
+    """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak.
+
+    Messages on their way count as activations.
+    """
     layers = layers_of(plan.model, plan.parallel)
     rank_layers = [
         layers[layer]

@@ -229,6 +229,7 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)
     goes_back = trained or flows
+    working = _whole(scale * layer.working_bytes * inputs + chunk)
     return {
         "forward_ns": _whole(forward),
         "input_grad_ns": _whole(input_grad * (trained or flows)),
@@ -237,7 +238,10 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         "send_ns": _whole(travel_ns(sent, link)),
         "saved_bytes": _whole(saved * goes_back),
         "kept_bytes": _whole(kept * goes_back),
-        "working_bytes": _whole(scale * layer.working_bytes * inputs + chunk),
+        "working_bytes": working,
+        # weight gradients are added where they are kept
+        "input_working_bytes": working,
+        "weight_working_bytes": np.zeros_like(working),
         "deferred_bytes": _whole(scale * layer.deferred_bytes * tokens * trained),
         "sent_bytes": _whole(sent),
     }

@@ -16,9 +16,12 @@ from isobatch.common.types import BoolArray, IntArray
 NS_PER_MS = 1_000_000
 
 _TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
-MEMORY = ("saved_bytes", "kept_bytes", "working_bytes", "deferred_bytes")
+MEMORY = (
+    *("saved_bytes", "kept_bytes", "working_bytes", "input_working_bytes"),
+    *("weight_working_bytes", "deferred_bytes", "sent_bytes"),
+)
 """Arrays of `Costs` that decide its memory, beside `state_bytes`."""
-COLUMNS = (*_TIMES, *MEMORY, "sent_bytes")
+COLUMNS = (*_TIMES, *MEMORY)
 """Arrays of `Costs` with a column per micro-batch."""
 ARRAYS = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
 
@@ -49,7 +52,11 @@ class Costs:
     kept_bytes: IntArray
     """Bytes live between the passes if the layer is recomputed: its input."""
     working_bytes: IntArray
-    """Bytes live only while the layer's own pass runs."""
+    """Bytes live only while the layer's own pass runs, forward or back with both gradients."""
+    input_working_bytes: IntArray
+    """Those of a backward pass without the weight gradients that are deferred."""
+    weight_working_bytes: IntArray
+    """Those of the pass of deferred weight gradients, on top of `deferred_bytes`."""
     deferred_bytes: IntArray
     """Bytes live from the backward pass to deferred weight gradients: products' inputs, and
     gradients of their outputs."""
@@ -137,5 +144,6 @@ def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:
         saved_bytes=costs.saved_bytes * goes_back,
         kept_bytes=costs.kept_bytes * goes_back,
         deferred_bytes=costs.deferred_bytes * (learns & goes_back),
+        weight_working_bytes=costs.weight_working_bytes * (learns & goes_back),
         sends_grad=goes_back[:, 0],
     )

@@ -27,7 +27,7 @@ from isobatch.engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.cost_model.training_mode import BYTES_OF, Precision
 
-VERSION = 3
+VERSION = 4
 PHASES = ("audio", "vision", "llm", "labels")
 BENDS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of the most tokens measured where a fit may become steeper."""

@@ -17,6 +17,7 @@ from isobatch.balance.kernels import kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.schedule import PassKind, Schedule
+from isobatch.engine.simulator.stages import message_bytes
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(PassKind)[:4])
 
@@ -28,13 +29,17 @@ class LayerMemory(NamedTuple):
     """Memory of layers and time of their recomputation, from `Costs`."""
 
     saved: IntArray
-    """(layers, micro_batches), as the next three."""
+    """(layers, micro_batches), as the next five."""
     recomputed: IntArray
     """What of `saved` is live between the passes if the layer is recomputed: its input."""
     working: IntArray
+    input_working: IntArray
+    weight_working: IntArray
     deferred: IntArray
     state: IntArray
     """(layers,)."""
+    messages: IntArray
+    """(layers + 1, micro_batches): at each cut, on their way; 0 in a pipeline of one rank."""
     kind: IntArray
     """(layers,): number of the layer's kind; -1 where recomputation frees nothing."""
     extra_ns: IntArray
@@ -72,8 +77,11 @@ class RecomputeGroups(NamedTuple):
     """(layers,), of the model."""
 
 
-def layer_memory(costs: Costs) -> LayerMemory:
-    """Memory of layers. A layer whose input is larger than its activations is never recomputed."""
+def layer_memory(costs: Costs, num_ranks: int) -> LayerMemory:
+    """Memory of layers in a pipeline of so many ranks.
+
+    A layer whose input is larger than its activations is never recomputed.
+    """
     saved, recomputed = costs.saved_bytes, costs.kept_bytes
     frees = (saved >= recomputed).all(axis=1) & (saved > recomputed).any(axis=1)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
@@ -82,8 +90,11 @@ def layer_memory(costs: Costs) -> LayerMemory:
         saved=np.ascontiguousarray(saved),
         recomputed=np.ascontiguousarray(recomputed),
         working=np.ascontiguousarray(costs.working_bytes),
+        input_working=np.ascontiguousarray(costs.input_working_bytes),
+        weight_working=np.ascontiguousarray(costs.weight_working_bytes),
         deferred=np.ascontiguousarray(costs.deferred_bytes),
         state=np.ascontiguousarray(costs.state_bytes),
+        messages=message_bytes(costs) * (num_ranks > 1),
         kind=np.where(frees, kind, -1),
         extra_ns=costs.recompute_ns.sum(axis=1),
     )
@@ -105,49 +116,58 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     # memory of each stage and micro-batch
     shape = len(starts), layers.saved.shape[1]
     live, held = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    peaks, apart = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    now = np.int64(0)
+    forward, joint = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    apart, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    now = messages = np.int64(0)
     for chunk in range(len(starts)):
+        for number in range(shape[1]):
+            before, after = layers.messages[starts[chunk]], layers.messages[ends[chunk]]
+            messages = max(messages, before[number] + after[number])
+        peaks = forward[chunk], joint[chunk], apart[chunk], weights[chunk]
         for layer in range(starts[chunk], ends[chunk]):
             now += layers.state[layer]
             activations = layers.recomputed[layer] if recompute[layer] else layers.saved[layer]
-            _add_layer(
-                layers, layer, activations, (live[chunk], held[chunk], peaks[chunk], apart[chunk])
-            )
+            _add_layer(layers, layer, activations, live[chunk], held[chunk], peaks)
     # live bytes along the rank's order
+    now += messages
     peak = now
     for at in range(len(order.kinds)):
         kind, chunk, number = order.kinds[at], order.stages[at], order.micro_batches[at]
         activations = live[chunk, number]
         if kind == FORWARD:
-            peak = max(peak, now + peaks[chunk, number])
+            peak = max(peak, now + forward[chunk, number])
             now += activations
         elif kind == BACKWARD:
             now -= activations
-            peak = max(peak, now + peaks[chunk, number])
+            peak = max(peak, now + joint[chunk, number])
         elif kind == INPUT_GRAD:
             peak = max(peak, now - activations + apart[chunk, number])
             now += held[chunk, number] - activations
         elif kind == WEIGHT_GRAD:
+            peak = max(peak, now + weights[chunk, number])
             now -= held[chunk, number]
     return peak
 
 
 @kernel
-def _add_layer(layers, layer, live_bytes, stage):  # type: ignore[no-untyped-def]
+def _add_layer(layers, layer, live_bytes, live, held, peaks):  # type: ignore[no-untyped-def]
     """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
-    `live`: between the passes; `held`: for deferred weight gradients. On top of them: `peaks` in
-    the forward or joint backward pass, `apart` if weight gradients come later.
+    `live`: between the passes; `held`: for deferred weight gradients. `peaks`: of the forward pass
+    and the joint backward pass, of one without weight gradients, and of these on top of `held`.
     """
-    live, held, peaks, apart = stage
+    forward, joint, apart, weights = peaks
     for number in range(len(live)):
         whole = max(layers.saved[layer, number], live_bytes[number])
-        turn = live[number] + whole + layers.working[layer, number]
-        peaks[number] = max(peaks[number], turn)
+        working, of_input = layers.working[layer, number], layers.input_working[layer, number]
+        forward[number] = max(forward[number], live[number] + whole + min(working, of_input))
+        joint[number] = max(joint[number], live[number] + whole + working)
         # the layers after a layer have left what they defer when its backward pass runs
         deferred = layers.deferred[layer, number]
-        apart[number] = max(apart[number] + deferred, turn + max(deferred - whole, 0))
+        turn = live[number] + max(whole, deferred) + of_input
+        apart[number] = max(apart[number] + deferred, turn)
+        # the weight gradients of the layers before it are done, and their inputs released
+        weights[number] = max(weights[number], layers.weight_working[layer, number] - held[number])
         live[number] += live_bytes[number]
         held[number] += deferred
 

@@ -44,7 +44,7 @@ class RecomputeChooser:
 
     def __init__(self, costs: Costs, schedule: Schedule, memory_bytes: int) -> None:
         self.costs, self.schedule, self.memory_bytes = costs, schedule, memory_bytes
-        self.layers = layer_memory(costs)
+        self.layers = layer_memory(costs, schedule.num_ranks)
         self.frees: BoolArray = np.asarray(self.layers.kind >= 0)
         """(layers,): whether recomputation frees anything."""
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
@@ -92,7 +92,7 @@ def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable
 
 def what_would_fit(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> str:
     """Memory that a partition lacks with everything recomputed, and what would fit, in one line."""
-    frees = np.asarray(layer_memory(costs).kind >= 0)
+    frees = np.asarray(layer_memory(costs, 1).kind >= 0)
     memory = memory_of(schedule, stage_costs(costs, borders, frees))
     rank = int(np.argmax(memory.peak_bytes))
     peak, state = int(memory.peak_bytes[rank]), int(memory.state_bytes[rank])

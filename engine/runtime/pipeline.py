@@ -22,11 +22,7 @@ from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.communication.collectives import all_reduce, on_all_ranks
-from isobatch.engine.runtime.communication.p2p_schedule import (
-    forward_only,
-    make_p2p_schedule,
-    reordered,
-)
+from isobatch.engine.runtime.communication.p2p_schedule import forward_only, make_p2p_schedule
 from isobatch.engine.runtime.communication.process_groups import (
     ProcessGroups,
     make_groups,
@@ -73,8 +69,6 @@ class PipelineOptions:
     dropout_seed: int | None = None
     """Seed with which random numbers do not depend on partition, schedule and recomputation
     (`LayerRng`). None: torch's generators; a recomputed layer gets the same numbers twice."""
-    check_every_step: bool = False
-    """Whether ranks compare their micro-batches in every step, not only in the first."""
     timeout_s: float = 300.0
     """Time that a rank waits for another: longer than any step takes."""
 
@@ -170,25 +164,21 @@ class Pipeline:
         batches: Sequence[Batch],
         normalizer: float,
         schedule: Schedule | None = None,
-        order: IntArray | Sequence[int] | None = None,
     ) -> StepResult:
         """Forward and backward passes of a step; adds to the gradients of `parameters()`.
 
         `batches`: on the CPU, each copied to the device when it first runs; of those on it already,
         reading sizes waits. `normalizer`: divisor of the losses of all replicas. `schedule`: one
-        other than the plan's, for as many micro-batches; it may encode ahead. `order`: the
-        schedule's micro-batch i is `batches[order[i]]`. PeerLost if another rank is lost;
-        LossNotFinite and SpecMismatch name the samples. OutOfMemory on all ranks of all replicas if
-        any ran out of memory in a pass: the gradients are then invalid, and the next step may be
-        run.
+        other than the plan's, for as many micro-batches; it may encode ahead. PeerLost if another
+        rank is lost; LossNotFinite and SpecMismatch name the samples. OutOfMemory on all ranks of
+        all replicas if any ran out of memory in a pass: the gradients are then invalid, and the
+        next step may be run.
         """
         options, groups = self._options, self._groups
         if schedule is None:
             schedule = options.make_schedule(len(groups.ranks), len(batches))
-        if order is not None:
-            schedule = reordered(schedule, np.asarray(order, np.int64))
         self._check_schedule(schedule)
-        if options.check_every_step or not self._checked:
+        if not self._checked:
             with uncounted():
                 _check_same_step(groups, self._local, schedule, batches, normalizer)
             self._checked = True

@@ -1,7 +1,8 @@
 """Evaluation of a partition: simulated time, and exact peaks of memory. Pure.
 
 A rank allocates and frees as its own operations run, so live bytes depend on their order alone, and
-a schedule's peak is known before it is simulated. Outputs that wait at the next rank do not count.
+a schedule's peak is known before it is simulated. Of the messages, those on their way count: each
+rank sends and receives an output and a gradient at a time. Others that wait at a rank do not.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,9 @@ class Memory:
     state_bytes: IntArray
     """(ranks,): weights, gradients, optimizer state."""
     during_bytes: IntArray
-    """(operations,): peak while an operation runs, state included."""
+    """(operations,): peak while an operation runs, state and messages included."""
     after_bytes: IntArray
-    """(operations,): live when it has ended."""
+    """(operations,): live when it has ended, likewise."""
     peak_bytes: IntArray
     """(ranks,)."""
 
@@ -84,17 +85,24 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     changes, peaks = bytes_by_kind(stages)
     change = changes[kinds, stage, micro_batch]
     state = schedule.sum_by_rank(stages.state_bytes)
+    constant = state + messages_of_ranks(schedule, stages)
     ranks, offsets = schedule.ranks, schedule.rank_offsets
     running = np.concatenate([[0], np.cumsum(change)])
-    # changes since the rank's first operation, on top of its state
-    before = running[:-1] - running[offsets[:-1]][ranks] + state[ranks]
+    # changes since the rank's first operation, on top of what it always holds
+    before = running[:-1] - running[offsets[:-1]][ranks] + constant[ranks]
     during = before + peaks[kinds, stage, micro_batch]
     return Memory(
         state_bytes=state,
         during_bytes=during,
         after_bytes=before + change,
-        peak_bytes=np.maximum(np.maximum.reduceat(during, offsets[:-1]), state),
+        peak_bytes=np.maximum(np.maximum.reduceat(during, offsets[:-1]), constant),
     )
+
+
+def messages_of_ranks(schedule: Schedule, stages: StageCosts) -> IntArray:
+    """Bytes of messages on their way to and from each rank, (ranks,): the most of its stages."""
+    by_rank = stages.message_bytes.max(axis=1, initial=0).reshape(-1, schedule.num_ranks)
+    return np.asarray(by_rank.max(axis=0) * (schedule.num_ranks > 1))
 
 
 def bytes_by_kind(stages: StageCosts) -> tuple[IntArray, IntArray]:
@@ -102,5 +110,5 @@ def bytes_by_kind(stages: StageCosts) -> tuple[IntArray, IntArray]:
     live, held, nothing = stages.live_bytes, stages.held_bytes, np.zeros_like(stages.live_bytes)
     changes = (live, -live, held - live, -held, nothing)
     backward, apart = stages.backward_peak_bytes - live, stages.apart_peak_bytes - live
-    peaks = (stages.forward_peak_bytes, backward, apart, nothing, nothing)
+    peaks = (stages.forward_peak_bytes, backward, apart, stages.weight_peak_bytes, nothing)
     return np.stack(changes), np.stack(peaks)

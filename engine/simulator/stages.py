@@ -37,6 +37,10 @@ class StageCosts:
     """Bytes live from the backward pass to deferred weight gradients."""
     apart_peak_bytes: IntArray
     """Peak of the backward pass likewise, if weight gradients are deferred."""
+    weight_peak_bytes: IntArray
+    """Peak of the pass of deferred weight gradients, on top of everything live before."""
+    message_bytes: IntArray
+    """Messages on their way: the input, the output, and their gradients."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: BoolArray
@@ -95,7 +99,7 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
 
     Memory: the forward pass leaves each layer's activations, or its input alone. The backward pass
     goes from the last layer to the first; all activations of a recomputed layer are live during its
-    turn. What a deferred weight gradient needs stays.
+    turn. What a deferred weight gradient needs stays. Of each kind of message one is on its way.
     """
     check_partition(borders, costs.num_layers)
     if len(recompute) != costs.num_layers:
@@ -107,14 +111,20 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
     whole = np.maximum(costs.saved_bytes, live)
     # everything up to a layer, and the rest of that layer during its turn, forward or back
     running = np.cumsum(live, axis=0)
-    turn = running + (whole - live) + costs.working_bytes
+    before_layer = running - live
+    turn = before_layer + whole + costs.working_bytes
+    least = before_layer + whole + np.minimum(costs.working_bytes, costs.input_working_bytes)
     deferred = costs.deferred_bytes
-    apart = running - live + np.maximum(whole, deferred) + costs.working_bytes
+    apart = before_layer + np.maximum(whole, deferred) + costs.input_working_bytes
     starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
     # what the layers after a layer in its stage defer
     summed = np.cumsum(deferred, axis=0)
     apart += summed[np.repeat(last, np.diff(last, prepend=-1))] - summed
     before = np.concatenate([np.zeros_like(running[:1]), running])[starts]
+    # the first layer's weight gradients come first, and release what they need
+    weights = costs.weight_working_bytes - (summed - deferred)
+    released = np.concatenate([np.zeros_like(summed[:1]), summed])[starts]
+    messages = message_bytes(costs)
     send, back = np.zeros_like(before), np.zeros_like(before)
     send[:-1] = costs.send_ns[last[:-1]]
     back[1:] = send[:-1] * costs.sends_grad[last[:-1], np.newaxis]
@@ -125,13 +135,22 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
         send_ns=send,
         send_back_ns=back,
         live_bytes=_sums(live, starts),
-        forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
+        forward_peak_bytes=np.maximum.reduceat(least, starts, axis=0) - before,
         backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         held_bytes=_sums(deferred, starts),
         apart_peak_bytes=np.maximum.reduceat(apart, starts, axis=0) - before,
+        weight_peak_bytes=np.maximum(np.maximum.reduceat(weights, starts, axis=0) + released, 0),
+        message_bytes=messages[starts] + messages[last + 1],
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )
+
+
+def message_bytes(costs: Costs) -> IntArray:
+    """An output and its gradient at each cut, (layers + 1, micro_batches)."""
+    nothing = np.zeros_like(costs.sent_bytes[:1])
+    sent = costs.sent_bytes[:-1] * (1 + costs.sends_grad[:-1, np.newaxis])
+    return np.concatenate([nothing, sent, nothing])
 
 
 def _sums(values: IntArray, starts: IntArray) -> IntArray:

@@ -26,7 +26,7 @@ from isobatch.engine.train.layout import (
 from isobatch.engine.train.options.config import TrainConfig
 from isobatch.engine.train.options.lora_options import PARTS
 from isobatch.engine.train.step_source import OpenSource
-from isobatch.engine.train.trainer import open_trained
+from isobatch.engine.train.trainer import frozen_parts, open_trained
 from isobatch.models.clusters import load_cluster
 
 STEPS = 4
@@ -52,11 +52,7 @@ def dry_run(config: TrainConfig, open_source: OpenSource) -> None:
         open_source(config.eval, dp_rank=0, dp_world_size=dp).close()
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
     cluster = plan.cluster if plan else load_cluster(CLUSTER)
-    frozen = set(config.freeze)
-    if plan:
-        frozen |= {part for part in PARTS if not plan.training.trains(part)}
-    if config.lora_rank is not None:
-        frozen |= set(PARTS) - set(config.lora_parts)
+    frozen = frozen_parts(config, plan)
     trained: dict[str, Any] = {part: part not in frozen for part in PARTS}
     build = read_build(Path(config.build))
     count = num_micro_batches(config, plan)

@@ -19,7 +19,12 @@ from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.charts.trace import make_trace
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
 from isobatch.engine.planning.plan import Plan, read_plan
-from isobatch.engine.runtime.checkpoints.training_state import Progress, StateSaver, load_state
+from isobatch.engine.runtime.checkpoints.training_state import (
+    Basis,
+    Progress,
+    StateSaver,
+    load_state,
+)
 from isobatch.engine.runtime.communication.collectives import any_rank
 from isobatch.engine.runtime.errors import GradientNotFinite, LossNotFinite
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
@@ -32,7 +37,12 @@ from isobatch.engine.train.layout import (
     make_replicas,
     num_micro_batches,
 )
-from isobatch.engine.train.models.lora import export_adapters, merge_adapters, with_adapters
+from isobatch.engine.train.models.lora import (
+    basis_of,
+    export_adapters,
+    merge_adapters,
+    with_adapters,
+)
 from isobatch.engine.train.models.open_model import TINY, PipelineModel, open_model
 from isobatch.engine.train.optimizer import LrFactor, lr_factor, make_optimizer, set_lr
 from isobatch.engine.train.options.config import TrainConfig
@@ -126,9 +136,9 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     optimizer = make_optimizer(pipeline.layers, [layer.part for layer in model.listed], config)
     done, saver = None, None
     if config.state:
-        done = _load(config, config.state, pipeline, optimizer)
-        trained_only = config.lora_rank is not None
-        saver = StateSaver(config.state, pipeline.layers, optimizer, trained_only=trained_only)
+        basis = basis_of(pipeline.layers, config) if config.lora_rank is not None else None
+        done = _load(config.state, pipeline, optimizer, basis)
+        saver = StateSaver(config.state, pipeline.layers, optimizer, basis=basis)
     if done:
         source.load_state_dict(done.loader)
     if is_first_rank():
@@ -277,22 +287,39 @@ def open_trained(
     if plan:
         apply_plan(plan, model, num_ranks)
     model.freeze(config.freeze)
+    frozen = frozen_parts(config, plan)
+    rated = [part for part in frozen if getattr(config, f"lr_{part}") is not None]
+    if rated:
+        raise ConfigError(
+            f"--lr-{rated[0]} is a learning rate for a part that is not trained, by --freeze, the"
+            " plan or --lora-parts: leave it out, or train the part"
+        )
     if config.lora_rank is not None:
-        frozen = {part for part in PARTS if plan and not plan.training.trains(part)}
-        if frozen.union(config.freeze) & set(config.lora_parts):
-            raise ConfigError("--freeze or the plan freezes a part of --lora-parts: give either")
         model = with_adapters(model, config, config.seed)
     return model
 
 
+def frozen_parts(config: TrainConfig, plan: Plan | None) -> list[str]:
+    """Parts of which nothing is trained. ConfigError if one of them is to have adapters."""
+    by_plan = [part for part in PARTS if plan and not plan.training.trains(part)]
+    frozen = {*by_plan, *config.freeze}
+    if config.lora_rank is not None:
+        if frozen.intersection(config.lora_parts):
+            raise ConfigError("--freeze or the plan freezes a part of --lora-parts: give either")
+        return [part for part in PARTS if part not in config.lora_parts]
+    return [part for part in PARTS if part in frozen]
+
+
 def _load(
-    config: TrainConfig, folder: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None
+    folder: Path,
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    basis: Basis | None,
 ) -> Progress | None:
     """Load the newest state; the options of the optimizer stay those of the call."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = [{name: group[name] for name in group if name != "params"} for group in groups]
-    trained_only = config.lora_rank is not None
-    done = load_state(folder, pipeline.layers, optimizer, trained_only=trained_only)
+    done = load_state(folder, pipeline.layers, optimizer, basis=basis)
     if optimizer is not None:
         for group, of_call in zip(optimizer.param_groups, options, strict=True):
             group.update(of_call)

@@ -17,7 +17,7 @@ import numpy as np
 
 from isobatch.balance.kernels import free_kernel, kernel
 from isobatch.common.types import BoolArray, IntArray
-from isobatch.engine.simulator.evaluate import bytes_by_kind
+from isobatch.engine.simulator.evaluate import bytes_by_kind, messages_of_ranks
 from isobatch.engine.simulator.program import make_program
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.simulate import simulate
@@ -153,6 +153,7 @@ def order_problem(
     ahead = nothing_ahead(schedule) if ahead is None else ahead
     times = (stages.forward_ns, stages.backward_ns, stages.input_grad_ns, stages.weight_grad_ns)
     state = schedule.sum_by_rank(stages.state_bytes) + ahead.reserved_bytes
+    state += messages_of_ranks(schedule, stages)
     limit = NEVER if memory_bytes is None else memory_bytes
     return OrderProblem(
         schedule=schedule,

@@ -92,7 +92,9 @@ class _RuledEvaluator(PartitionEvaluator):
         starts, ends = (np.arange(first, first + count) > 0 for first in (0, 1))
         stages = starts.astype(np.int64), ends.astype(np.int64)
         nothing = np.zeros(self.costs.num_layers, np.bool_)
-        peak = peak_bytes(self.layers, self.orders[0], *stages, nothing)
+        # where its stage will end, and so what it sends, is open
+        layers = self.layers._replace(messages=np.zeros_like(self.layers.messages))
+        peak = peak_bytes(layers, self.orders[0], *stages, nothing)
         return bool(peak <= self.memory_bytes)
 
 
@@ -156,7 +158,9 @@ def fold_first(costs: Costs, recompute: BoolArray) -> Costs:
     row |= {name: getattr(costs, name)[count - 1] for name in ("send_ns", "sent_bytes")}
     row |= {"sends_grad": costs.sends_grad[count - 1], "recompute_ns": np.zeros_like(held)}
     row |= {"input_grad_ns": row["input_grad_ns"] + again}
-    row |= {"saved_bytes": held, "kept_bytes": held, "working_bytes": turn.max(axis=0) - held}
+    working = turn.max(axis=0) - held
+    row |= {"saved_bytes": held, "kept_bytes": held, "working_bytes": working}
+    row |= {"input_working_bytes": working}
     arrays: dict[str, Any] = {
         name: np.concatenate([np.asarray(value)[np.newaxis], getattr(costs, name)[count:]])
         for name, value in row.items()

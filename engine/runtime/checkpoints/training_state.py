@@ -97,6 +97,10 @@ class Progress:
     """`StreamingLoader.state_dict()`: equal on all ranks, valid for any number of them."""
 
 
+Basis = Mapping[str, Any]
+"""What saved adapters depend on, as plain JSON by name: a run that resumes must have the same."""
+
+
 class StateSaver:
     """Saves states while training goes on: `begin` copies them to the CPU, a thread writes.
 
@@ -111,14 +115,15 @@ class StateSaver:
         optimizer: Optimizer | None,
         *,
         max_states: int = 2,
-        trained_only: bool = False,
+        basis: Basis | None = None,
     ) -> None:
         """`optimizer`: None on a rank where nothing is trained. `max_states`: the newest are kept.
 
-        `trained_only`: without frozen weights and buffers, which every start makes the same.
+        `basis`: with it, frozen weights and buffers are not saved. Every start makes them the same,
+        which `load_state` checks.
         """
         self._folder, self._layers, self._optimizer = folder, layers, optimizer
-        self._max_states, self._trained_only = max_states, trained_only
+        self._max_states, self._basis = max_states, basis
         self._group: dist.ProcessGroup | None = None
         self._pending: _Pending | None = None
 
@@ -131,7 +136,7 @@ class StateSaver:
         """
         self.finish()
         tensors, options = on_all_ranks(
-            lambda: _to_save(self._layers, self._optimizer, trained_only=self._trained_only)
+            lambda: _to_save(self._layers, self._optimizer, trained_only=self._basis is not None)
         )
         ranks = gather_objects((sorted(self._layers), options))
         unfinished = on_first_rank(lambda: begin_state(self._folder, progress.step))
@@ -140,6 +145,7 @@ class StateSaver:
             "loader": progress.loader,
             "places": sorted({index for indices, _ in ranks for index in indices}),
             "options": _merge_options([options for _, options in ranks]),
+            "basis": self._basis,
         }
         future = None
         if in_thread:
@@ -224,13 +230,13 @@ def save_state(
 
 
 def load_state(
-    folder: Path, layers: Layers, optimizer: Optimizer | None, *, trained_only: bool = False
+    folder: Path, layers: Layers, optimizer: Optimizer | None, *, basis: Basis | None = None
 ) -> Progress | None:
     """Load the newest state into layers and optimizer; None if there is none. All ranks call it.
 
-    `trained_only`: as it was saved. Parameters that were not trained before start with a fresh
-    optimizer state. On all ranks: ConfigError if the state is of another model, and nothing has
-    changed; DataError if its files are damaged, and layers may then hold anything.
+    Parameters that were not trained before start with a fresh optimizer state. On all ranks:
+    ConfigError if the state is of another model or `basis`, and nothing has changed; DataError if
+    its files are damaged, and layers may then hold anything.
     """
     newest = on_first_rank(lambda: newest_state(folder))
     if newest is None:
@@ -242,6 +248,9 @@ def load_state(
             f"{newest} has {len(content['places'])} layers, the model {len(places)}:"
             " give the same model"
         )
+    if basis is not None:
+        _check_basis(newest, content.get("basis"), basis)
+    trained_only = basis is not None
     tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer, trained_only=trained_only))
     with _torch_errors(newest, "read") as alone:
         load({_ROOT: tensors}, storage_reader=_StateReader(newest), no_dist=alone)
@@ -252,6 +261,21 @@ def load_state(
     moments = _with_prefix(_OPTIMIZER, tensors)
     on_all_ranks(lambda: _load_into(optimizer, layers, moments, content["options"]))
     return Progress(step=content["step"], loader=content["loader"])
+
+
+def _check_basis(state: Path, saved: Basis | None, basis: Basis) -> None:
+    """ConfigError unless a state depends on the same things as this run."""
+    if saved is None:
+        raise ConfigError(
+            f"{state} does not say what its adapters were trained on, or has none: give another"
+            " folder for this run's states"
+        )
+    for name, value in basis.items():
+        if saved.get(name) != value:
+            raise ConfigError(
+                f"{state} was trained with {name} {saved.get(name)}, this run has {value}: give the"
+                " same, or another folder for its states"
+            )
 
 
 def _to_save(

@@ -3,14 +3,13 @@
 Derived from the same `Program` whose edges the simulator runs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from isobatch.common.errors import ConfigError
-from isobatch.common.types import IntArray
 from isobatch.engine.runtime.communication.process_groups import Pair
 from isobatch.engine.simulator.program import Encodings, Program, make_program
 from isobatch.engine.simulator.schedule import PassKind, Schedule
@@ -98,22 +97,6 @@ def _find_ahead(p2p: P2PSchedule, timeline: Timeline, rank: int) -> None:
             for message, sender in p2p.incoming.get(operation + 1, ())
             if sender != rank and places[message.source] < places[operation]
         ]
-
-
-def reordered(schedule: Schedule, order: IntArray) -> Schedule:
-    """The schedule with micro-batch `order[i]` in place of i. ConfigError if it is no permutation.
-
-    >>> from isobatch.engine.simulator.schedule import one_f_one_b
-    >>> schedule = reordered(one_f_one_b(1, 3), np.array([2, 0, 1]))
-    >>> [action.micro_batch for action in schedule.of_rank(0)]
-    [2, 2, 0, 0, 1, 1]
-    """
-    if not np.array_equal(np.sort(order), np.arange(schedule.num_micro_batches)):
-        raise ConfigError(
-            f"order is {order.tolist()}; it must name each of {schedule.num_micro_batches}"
-            " micro-batches once"
-        )
-    return replace(schedule, micro_batches=order[schedule.micro_batches])
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -54,8 +54,14 @@ class LayerBytes(NamedTuple):
     """The part of the output that the layer's own backward pass needs; the next may need more."""
     deferred_bytes: int
     """Tensors that deferred weight gradients need after the backward pass."""
-    peak_bytes: int
-    """Peak of either pass, input included; without weights and their gradients."""
+    forward_peak_bytes: int
+    """Peak of the forward pass, input included; without weights and their gradients."""
+    joint_peak_bytes: int
+    """That of the backward pass with both gradients; of the forward pass if it is higher."""
+    apart_peak_bytes: int
+    """That of the backward pass that defers weight gradients."""
+    weight_peak_bytes: int
+    """Peak of deferred weight gradients, on top of `deferred_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +220,8 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
         input_storages = _storages(inputs)
         meter.restart()
         outputs = layer.forward(inputs)
-        peak, deferred_bytes = meter.peak_bytes, 0
+        forward_peak = joint_peak = apart_peak = meter.peak_bytes
+        deferred_bytes = weight_peak = 0
         output_storages = {
             key: storage for key, storage in _storages(outputs).items() if key not in input_storages
         }
@@ -229,15 +236,20 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
         del nodes
         if layer.weights or layer.local.has_gradient(layer.index):
             # here the output lives through the backward pass; in a step only its needed part does
-            peak = max(peak, _backward_peak(layer, meter) - (output_bytes - held_output))
-            deferred_bytes = _deferred_bytes(layer, meter)
+            more = output_bytes - held_output
+            joint_peak = max(joint_peak, _backward_peak(layer, meter) - more)
+            apart_peak, deferred_bytes, weight_peak = _apart_bytes(layer, meter)
+            apart_peak -= more
     return LayerBytes(
         inner_bytes=max(0, live - held_input - held_output),
         input_bytes=input_bytes,
         held_input_bytes=held_input,
         held_output_bytes=held_output,
         deferred_bytes=deferred_bytes,
-        peak_bytes=peak,
+        forward_peak_bytes=forward_peak,
+        joint_peak_bytes=joint_peak,
+        apart_peak_bytes=apart_peak,
+        weight_peak_bytes=weight_peak,
     )
 
 
@@ -252,19 +264,27 @@ def _backward_peak(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> in
     return meter.peak_bytes
 
 
-def _deferred_bytes(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> int:
-    """Bytes that are live between the two passes, because of deferred weight gradients."""
+def _apart_bytes(layer: _IsolatedLayer, meter: "_CudaMeter | LiveBytes") -> tuple[int, int, int]:
+    """-> (peak of the first backward pass, bytes live between the two, peak of weight gradients).
+
+    The last on top of what is live between the passes.
+    """
     before = meter.live_bytes
     defer = DeferredWeights()
     inputs = _copies(layer)
     with defer:
         outputs = _with_gradient(layer.forward(inputs))
     inputs.clear()
-    torch.autograd.backward(outputs, _output_gradients(outputs))
+    gradients = _output_gradients(outputs)
+    meter.restart()
+    torch.autograd.backward(outputs, gradients)
+    peak = meter.peak_bytes - before
     outputs.clear()
+    gradients.clear()
     live = meter.live_bytes
+    meter.restart()
     defer.add_gradients()
-    return live - before
+    return peak, live - before, meter.peak_bytes - live
 
 
 def _copies(layer: _IsolatedLayer) -> StageTensors:

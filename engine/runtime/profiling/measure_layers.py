@@ -247,6 +247,9 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
     between = np.maximum(tables["held_input_bytes"][1:], tables["held_output_bytes"][:-1])
     held = tables["inner_bytes"] + np.concatenate([tables["held_input_bytes"][:1], between])
     saved = held * goes_back
+    deferred = tables["deferred_bytes"]
+    forward_working = np.maximum(tables["forward_peak_bytes"] - saved, 0)
+    of_input = tables["apart_peak_bytes"] - np.maximum(saved, deferred)
     return {
         "forward_ns": tables["forward_ns"],
         "input_grad_ns": tables["input_grad_ns"] if apart else input_ns,
@@ -254,8 +257,10 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
         "recompute_ns": tables["forward_ns"] * goes_back,
         "saved_bytes": saved,
         "kept_bytes": tables["input_bytes"] * goes_back,
-        "working_bytes": np.maximum(tables["peak_bytes"] - saved, 0),
-        "deferred_bytes": tables["deferred_bytes"],
+        "working_bytes": np.maximum(tables["joint_peak_bytes"] - saved, 0),
+        "input_working_bytes": np.maximum(of_input, forward_working),
+        "weight_working_bytes": tables["weight_peak_bytes"],
+        "deferred_bytes": deferred,
     }
 
 

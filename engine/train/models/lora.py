@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.engine.runtime.communication.collectives import gather_objects
 from isobatch.engine.runtime.layer_rng import LayerRng, preserve_rng
 from isobatch.engine.runtime.models.weights import gather_shards, names_of, state_dict_of
 from isobatch.engine.runtime.pipeline import Pipeline
@@ -21,6 +23,8 @@ from isobatch.engine.train.options.lora_options import ALL_LINEAR, LoraOptions
 CPU = torch.device("cpu")
 ADAPTER = ".lora_"
 """Part of the names of adapters' weights."""
+SAMPLED = 4_096
+"""Numbers of a weight that are hashed: another base model differs in nearly all of them."""
 
 
 def add_adapters(
@@ -46,7 +50,10 @@ def add_adapters(
             with preserve_rng(CPU):  # `_start` draws the numbers
                 peft.inject_adapter_in_model(_peft_config(options, wanted), layer)
         except ValueError as error:  # a layer without such a linear layer
-            failure = first_line(error)
+            # peft's words for "all-linear" name other options of its own
+            failure = "these parts have no linear layer"
+            if wanted != ALL_LINEAR:
+                failure = first_line(error)
             continue
         num_adapted += 1
         _start(layer, index, seed)
@@ -119,6 +126,37 @@ def export_adapters(
     except (OSError, import_module("safetensors").SafetensorError) as error:
         raise DataError(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
     return True
+
+
+def basis_of(layers: Mapping[int, nn.Module], options: LoraOptions) -> dict[str, Any]:
+    """What saved adapters depend on: options that no weight shows, and the base model.
+
+    `layers`: those of this rank, by index in the model. All ranks call it. The base model is a hash
+    of a sample of each frozen weight: it does not depend on partition or precision.
+    """
+    digests = {index: _frozen_digest(layer) for index, layer in layers.items()}
+    by_index: dict[int, str] = {}
+    for part in gather_objects(digests):
+        by_index |= part
+    text = " ".join(by_index[index] for index in sorted(by_index))
+    return {
+        "--lora-alpha": options.lora_alpha,
+        "--lora-parts": sorted(options.lora_parts),
+        "--lora-targets": sorted(options.lora_targets),
+        "a base model whose hash is": blake2b(text.encode(), digest_size=8).hexdigest(),
+    }
+
+
+def _frozen_digest(layer: nn.Module) -> str:
+    """A hash of up to `SAMPLED` numbers of each frozen weight, as bfloat16."""
+    digest = blake2b(digest_size=16)
+    for weight in layer.parameters():
+        if not weight.requires_grad:
+            numbers = weight.detach().reshape(-1)
+            sample = numbers[:: max(1, -(-len(numbers) // SAMPLED))]
+            digest.update(f"{tuple(weight.shape)}".encode())
+            digest.update(sample.to(CPU, torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def merge_adapters(layers: Sequence[nn.Module]) -> None:

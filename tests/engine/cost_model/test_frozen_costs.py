@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.cost_model.costs import Costs, frozen_costs
+from isobatch.engine.cost_model.costs import MEMORY, Costs, frozen_costs
 
 LAYERS, COUNT = 5, 3
 TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
-BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "deferred_bytes", "sent_bytes")
 
 
 def costs(first_trained=0):
@@ -16,7 +15,7 @@ def costs(first_trained=0):
     return Costs(
         names=tuple("abcde"),
         kinds=tuple("abcde"),
-        **{name: rng.integers(1, 100, (LAYERS, COUNT)) for name in (*TIMES, *BYTES)},
+        **{name: rng.integers(1, 100, (LAYERS, COUNT)) for name in (*TIMES, *MEMORY)},
         state_bytes=np.ones(LAYERS, np.int64),
         param_counts=np.ones(LAYERS, np.int64),
         sends_grad=np.arange(LAYERS) >= first_trained,
@@ -37,8 +36,9 @@ def test_each_layer_runs_backward_what_its_place_needs(trained):
             "saved_bytes": any_to_here,
             "kept_bytes": any_to_here,
             "deferred_bytes": bool(own),
+            "weight_working_bytes": bool(own),
         }
-        for name in (*TIMES, *BYTES):
+        for name in (*TIMES, *MEMORY):
             values = getattr(whole, name)[place] * expected.get(name, True)
             assert getattr(found, name)[place].tolist() == values.tolist(), (name, place)
         assert found.sends_grad[place] == any_to_here

@@ -177,7 +177,9 @@ def test_micro_batches_under_way_are_what_memory_counts(name):
     costs = vlm(np.random.default_rng(0), 0, 0, 6, spread=0.0)
     for names in ("saved_bytes", "kept_bytes", "deferred_bytes"):
         getattr(costs, names)[:] = 1
-    costs.working_bytes[:], costs.state_bytes[:] = 0, 0
+    working = "working_bytes", "input_working_bytes", "weight_working_bytes"
+    for other in (*working, "state_bytes", "sent_bytes"):
+        getattr(costs, other)[:] = 0
     peaks = memory_of(schedule, stage_costs(costs, np.arange(4), np.zeros(3, bool))).peak_bytes
     waiting = np.arange(3) if name == "zero_bubble" else 0  # whose weights' gradients are to come
     assert (in_flight(schedule) <= peaks).all()

@@ -43,14 +43,14 @@ def test_a_plan_of_version_1_is_read_with_the_mode_that_it_assumed():
     assert (plan.parallel.pp, plan.parallel.dp, plan.training.llm) == (2, 2, True)
     again = planner.plan(plan.changed()).plan
     # then, what a patch embedding keeps was counted too low, and a logit cost 6 bytes: now 2, and 8
-    # of a chunk, which has all logits of a tiny model
+    # of a chunk, which has all logits of a tiny model; messages on their way are counted now
     logits = int(plan.loads.llm.tokens.max()) * plan.model.dimensions[1].vocab_size
     found = {name: getattr(again.predicted, name) for name in ("peak_bytes", "full_peak_bytes")}
     assert again.predicted == replace(plan.predicted, **found)
     for name, (first, last) in found.items():
         before = getattr(plan.predicted, name)
-        assert first == pytest.approx(before[0], rel=0.005)
-        assert last == pytest.approx(before[1] + 4 * logits, rel=0.005)
+        assert first == pytest.approx(before[0], rel=0.01)
+        assert last == pytest.approx(before[1] + 4 * logits, rel=0.01)
     assert plan_from_json(plan.to_json(), where="here").to_json() == plan.to_json()
 
 

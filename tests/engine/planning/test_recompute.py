@@ -53,7 +53,7 @@ def subsets(num_layers):
 def test_the_kernel_s_peak_is_that_of_the_memory_model(seed):
     costs, borders, schedule, _ = instance(seed, most_layers=15)
     recompute = np.random.default_rng(seed).random(costs.num_layers) < 0.5
-    layers = layer_memory(costs)
+    layers = layer_memory(costs, schedule.num_ranks)
     for rank, peak in enumerate(peaks(costs, borders, schedule, recompute)):
         own = slice(rank, None, schedule.num_ranks)
         order = rank_order(schedule, rank)
@@ -126,7 +126,7 @@ def test_nothing_is_recomputed_where_all_fits():
 def test_a_layer_whose_input_is_larger_than_its_activations_is_never_recomputed():
     costs = random_model(np.random.default_rng(1), 6, 3)
     costs.saved_bytes[:] = costs.kept_bytes - (costs.kept_bytes > 0)
-    assert (layer_memory(costs).kind < 0).all()
+    assert (layer_memory(costs, 1).kind < 0).all()
 
 
 def test_many_kinds_end_early_with_a_choice_that_fits():

@@ -1,7 +1,8 @@
 """Random pipelines of families' models have the losses and gradients of one process.
 
 Families, 2 to 4 ranks, pipelines and replicas, ZeRO 0 and 1, schedules, deferral, recomputation,
-frozen parts, micro-batches without images or without anything; float32. `_layers_of` makes the
+frozen parts, micro-batches without images or without anything; float32. Each case runs twice: with
+its weights trained, and with LoRA on random parts and all else frozen. `_layers_of` makes the
 models of both sides.
 """
 
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.simulator.schedule import SCHEDULES, most_deferred, takes_several_stages
+from isobatch.engine.train.models.lora import add_adapters
+from isobatch.engine.train.options.lora_options import PARTS, LoraOptions
 from support.models.family_models import FAMILIES, make_family_batch, make_family_model
 from support.models.tiny_models import make_batch, make_model
 from support.rank_programs.rank_cases import reduced_gradient
@@ -54,18 +58,21 @@ class FamilyCase:
     frozen: str
     """nothing, encoder, language or layers (a third of them)."""
     tied: bool
+    lora: LoraOptions
+    """Of the second run."""
 
 
 def random_case(seed: int, world: int) -> FamilyCase:
     """A case on so many ranks."""
     rng = np.random.default_rng(seed)
+    name = NAMES[seed // len(SCHEDULES) % len(NAMES)]
     pp = int(rng.choice([count for count in (world, world, 2, 1) if world % count == 0]))
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     limits = most_deferred(schedule, pp)
     is_bound = any(limits) and rng.random() < 0.5
     return FamilyCase(
         seed=seed,
-        name=NAMES[seed // len(SCHEDULES) % len(NAMES)],
+        name=name,
         pp=pp,
         dp=world // pp,
         schedule=schedule,
@@ -75,20 +82,36 @@ def random_case(seed: int, world: int) -> FamilyCase:
         recompute=float(rng.choice([0, 0.5, 1])),
         frozen=str(rng.choice(["nothing", "encoder", "language", "layers"])),
         tied=bool(rng.random() < 0.5),
+        lora=_random_lora(rng, name),
+    )
+
+
+def _random_lora(rng: np.random.Generator, name: str) -> LoraOptions:
+    """Adapters on one to three parts; only the language model has layers of some names."""
+    parts = [part for part in PARTS if rng.random() < 0.5] or [str(rng.choice(["vision", "llm"]))]
+    if parts == ["projector"] and name == "gemma3":  # whose projector has no linear layer
+        parts.append("llm")
+    targets = ("q_proj", "down_proj") if "llm" in parts and rng.random() < 0.5 else ("all-linear",)
+    return LoraOptions(
+        lora_rank=int(rng.integers(1, 5)),
+        lora_alpha=float(rng.choice([1, 16])),
+        lora_parts=tuple(parts),
+        lora_targets=targets,
     )
 
 
 def _run_all(cases: list[FamilyCase]) -> None:
     for case in cases:
-        try:
-            _run_case(case)
-        except Exception as error:
-            raise AssertionError(f"rank {dist.get_rank()}, {case}: {error}") from error
+        for lora in (None, case.lora):
+            try:
+                _run_case(case, lora)
+            except Exception as error:
+                raise AssertionError(f"rank {dist.get_rank()}, {lora}, {case}: {error}") from error
 
 
-def _run_case(case: FamilyCase) -> None:
+def _run_case(case: FamilyCase, lora: LoraOptions | None) -> None:
     rng = np.random.default_rng(1000 + case.seed)
-    piped, alone = (_layers_of(case) for _ in range(2))
+    piped, alone = (_layers_of(case, lora) for _ in range(2))
     count, stages = len(piped.layers), case.pp * case.stages_per_rank
     inner = np.sort(rng.choice(np.arange(1, count), stages - 1, replace=False)).tolist()
     recompute = rng.random(count) < case.recompute
@@ -122,7 +145,7 @@ def _run_case(case: FamilyCase) -> None:
             layer.zero_grad()
 
 
-def _layers_of(case: FamilyCase):
+def _layers_of(case: FamilyCase, lora: LoraOptions | None):
     """The model's layers, some of them frozen: the same for the pipeline and alone."""
     if case.name in FAMILIES:
         model = make_family_model(case.name, seed=case.seed)
@@ -136,6 +159,9 @@ def _layers_of(case: FamilyCase):
         for place, layer in enumerate(layers)
         if any(weight is embedding for weight in layer.parameters())
     )
+    if lora is not None:
+        _adapt(layers, first, lora, case.seed)
+        return stack
     drawn = np.random.default_rng(case.seed).random(len(layers)) < 1 / 3
     frozen = {
         "nothing": [],
@@ -145,7 +171,22 @@ def _layers_of(case: FamilyCase):
     }
     for layer in frozen[case.frozen]:
         layer.requires_grad_(False)
-    return from_transformers(model)
+    return stack
+
+
+def _adapt(layers: list, first: int, lora: LoraOptions, seed: int) -> None:
+    """Add adapters as the training command does, then draw B: it starts as 0, and so would the
+    gradients of A.
+
+    `first`: the embedding's place, after the projector's.
+    """
+    parts = ["vision"] * (first - 1) + ["projector"] + ["llm"] * (len(layers) - first)
+    add_adapters(dict(enumerate(layers)), parts, lora, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in layers:
+        for name, weight in layer.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1, generator=generator)
 
 
 def _batch(name: str, rng: np.random.Generator):

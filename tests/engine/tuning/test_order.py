@@ -73,7 +73,8 @@ def test_exchanges_find_an_order_that_fits_where_the_first_one_does_not():
     for name in ("live_bytes", "forward_peak_bytes", "backward_peak_bytes"):
         getattr(stages, name)[:] = large
     schedule = make_schedule("1f1b", 2, 6)
-    problem = order_problem(schedule, stages, int(stages.state_bytes.max()) + 42)
+    constant = stages.state_bytes + stages.message_bytes.max(axis=1)
+    problem = order_problem(schedule, stages, int(constant.max()) + 42)
     came = np.arange(6)
     assert times_of_orders(problem, came[np.newaxis])[0] == NEVER
     found = search_swaps(problem, came, trials=500).order.tolist()

@@ -97,7 +97,7 @@ def test_even_micro_batches_in_one_order_leave_nothing_to_tune():
 def test_what_is_chosen_fits_into_memory(seed):
     samples, given = step_of(seed)
     plain = untuned(samples, given, pipeline_of())
-    for share in (0.6, 0.8, 1.0):
+    for share in (0.65, 0.8, 1.0):
         limit = int(share * plain.memory.peak_bytes.max())
         tuned = tune(samples, given, pipeline_of(memory_bytes=limit), quick(encode="any"))
         assert tuned.fits_untuned == (share == 1.0)

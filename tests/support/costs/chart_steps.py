@@ -31,6 +31,8 @@ def chart_costs(num_layers, num_micro_batches):
         saved_bytes=spread(2**29),
         kept_bytes=spread(2**24),
         working_bytes=spread(2**20),
+        input_working_bytes=spread(2**20),
+        weight_working_bytes=spread(2**20),
         deferred_bytes=spread(2**28),
         sent_bytes=spread(2**24),
         state_bytes=np.full(num_layers, 2**30),

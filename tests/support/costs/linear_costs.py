@@ -42,6 +42,9 @@ class LinearModel:
         saved = np.where(is_encoder, loads.vision.tokens, 8 * tokens) * self.token_bytes * trained
         sent = np.where(is_encoder, loads.vision.tokens, tokens)
         flows = trained[:, 0]
+        working = np.where(
+            np.arange(count)[:, np.newaxis] == count - 1, tokens * self.token_bytes, 0
+        )
         return Costs(
             names=tuple(f"{'vit' if n < self.encoders else 'llm'}.{n}" for n in range(count)),
             kinds=tuple("vit" if n < self.encoders else "llm" for n in range(count)),
@@ -53,9 +56,9 @@ class LinearModel:
             saved_bytes=saved,
             kept_bytes=saved // 8,
             deferred_bytes=saved // 2,
-            working_bytes=np.where(
-                np.arange(count)[:, np.newaxis] == count - 1, tokens * self.token_bytes, 0
-            ),
+            working_bytes=working,
+            input_working_bytes=working,
+            weight_working_bytes=np.zeros_like(working),
             sent_bytes=sent * self.token_bytes,
             state_bytes=np.full(count, self.state_bytes),
             param_counts=np.full(count, self.state_bytes // 16),

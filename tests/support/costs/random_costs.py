@@ -53,7 +53,10 @@ def random_model(rng, num_layers, num_micro_batches, *, kinds=3, most=100):
         saved_bytes=kept + column(0, most) * is_trained[:, np.newaxis],
         kept_bytes=kept,
         working_bytes=column(0, most),
-        deferred_bytes=7 * kept % most,  # as good as drawn
+        # as good as drawn
+        input_working_bytes=11 * kept % most,
+        weight_working_bytes=13 * kept % most,
+        deferred_bytes=7 * kept % most,
         sent_bytes=column(0, most),
         state_bytes=rng.integers(0, most, num_layers),
         param_counts=rng.integers(0, most, num_layers),
@@ -99,6 +102,8 @@ def vlm(rng, vision_layers, llm_layers, num_micro_batches, *, spread=0.1):
         saved_bytes=column(rows[:, 2] * 1e6),
         kept_bytes=column(rows[:, 3] * 1e6),
         working_bytes=column(rows[:, 4] * 1e6),
+        input_working_bytes=column(rows[:, 4] * 1e6),
+        weight_working_bytes=column(rows[:, 4] * 0),
         deferred_bytes=column(rows[:, 2] * 0.8e6),
         sent_bytes=sent,
         state_bytes=(rows[:, 6] * 1e6).astype(np.int64),

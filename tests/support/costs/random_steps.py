@@ -105,6 +105,8 @@ def random_stages(rng, num_stages, num_micro_batches, *, most=50):
             "backward_peak_bytes",
             "held_bytes",
             "apart_peak_bytes",
+            "weight_peak_bytes",
+            "message_bytes",
         )
     }
     return StageCosts(
@@ -138,7 +140,9 @@ def constant_stages(
         backward_peak_bytes=zeros,
         held_bytes=zeros,
         apart_peak_bytes=zeros,
+        weight_peak_bytes=zeros,
         state_bytes=np.zeros(num_stages, np.int64),
+        message_bytes=zeros,
         sends_grad=np.arange(num_stages) < num_stages - 1,
     )
 
@@ -161,6 +165,12 @@ def random_costs(rng, num_layers, num_micro_batches, *, most=100):
     columns |= {
         name: rng.integers(0, most, shape)
         for name in ("saved_bytes", "kept_bytes", "working_bytes", "deferred_bytes")
+    }
+    # as good as drawn, so that what is drawn after them stays
+    working = columns["working_bytes"]
+    columns |= {
+        "input_working_bytes": 7 * working % most,
+        "weight_working_bytes": 11 * working % most,
     }
     frozen = int(rng.integers(num_layers)) if rng.random() < 0.4 else 0
     is_trained = np.arange(num_layers) >= frozen

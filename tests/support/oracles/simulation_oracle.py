@@ -130,6 +130,7 @@ class RankMemory:
     def __init__(self, state, costs, recompute):
         self.saved, self.kept, self.recompute = costs.saved_bytes, costs.kept_bytes, recompute
         self.working, self.deferred = costs.working_bytes, costs.deferred_bytes
+        self.of_input, self.of_weight = costs.input_working_bytes, costs.weight_working_bytes
         self.state, self.held = state, {}
         self.peak = state
 
@@ -151,7 +152,8 @@ class RankMemory:
         kind, _, number = action
         if kind == "F":
             for layer in layers:
-                self.hold(layer, number, self.whole(layer, number), self.working[layer][number])
+                working = min(self.working[layer][number], self.of_input[layer][number])
+                self.hold(layer, number, self.whole(layer, number), working)
                 self.hold(
                     layer,
                     number,
@@ -164,9 +166,12 @@ class RankMemory:
                     self.hold(layer, number, self.whole(layer, number), working)
                     del self.held[layer, number]
                 else:
+                    working = self.of_input[layer][number]
                     self.hold(layer, number, max(self.whole(layer, number), later), working)
                     self.hold(layer, number, later)
         if kind == "W":
             for layer in layers:
+                later, working = self.held[layer, number], self.of_weight[layer][number]
+                self.hold(layer, number, later, working)
                 del self.held[layer, number]
         return self.live

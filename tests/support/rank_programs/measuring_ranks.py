@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from isobatch.common.errors import ConfigError, IsobatchError
-from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
+from isobatch.engine.cost_model.costs import MEMORY, NS_PER_MS, Costs
 from isobatch.engine.cost_model.profile_table import profile_to_dict
 from isobatch.engine.planning.recompute import InfeasiblePlan
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
@@ -142,11 +142,7 @@ def costs_of(durations, batches):
         weight_grad_ns=times("weight_grad"),
         recompute_ns=times("forward"),
         send_ns=nothing,
-        saved_bytes=nothing,
-        kept_bytes=nothing,
-        working_bytes=nothing,
-        deferred_bytes=nothing,
-        sent_bytes=nothing,
+        **dict.fromkeys(MEMORY, nothing),
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.ones(len(durations), np.bool_),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.costs import MEMORY, Costs
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule
 from isobatch.engine.runtime.layer_rng import LayerRng
@@ -127,7 +127,10 @@ def run_case(case: Case) -> None:
         schedule = (
             _planned(case, borders, order, rng) if case.planned else _schedule(case, count, rng)
         )
-        result = pipeline.step(own, normalizer, schedule, order)
+        if order is not None:
+            schedule = schedule or options.make_schedule(case.pp, count)
+            schedule = replace(schedule, micro_batches=order[schedule.micro_batches])
+        result = pipeline.step(own, normalizer, schedule)
         loss = torch.tensor(result.loss)
         if case.dp > 1:
             dist.all_reduce(loss)
@@ -196,7 +199,7 @@ def _planned(case, borders, order, rng):
                 strict=True,
             )
         ),
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
+        **dict.fromkeys(MEMORY, nothing),
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.arange(layers) >= frozen,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isobatch.common.errors import ConfigError, IsobatchError
-from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.costs import MEMORY, Costs
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.profiling.recompute_trials import (
@@ -78,7 +78,7 @@ def costs_of_kinds(kinds=KINDS):
         kinds=kinds,
         **dict.fromkeys(("forward_ns", "input_grad_ns", "weight_grad_ns", "send_ns"), ones),
         recompute_ns=times * (1 + dist.get_rank()),  # as if each rank had measured other times
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
+        **dict.fromkeys(MEMORY, nothing),
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.ones(len(kinds), bool),

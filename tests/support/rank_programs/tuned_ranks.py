@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from isobatch.engine.cost_model.analytical import layer_names
-from isobatch.engine.cost_model.costs import Costs
+from isobatch.engine.cost_model.costs import MEMORY, Costs
 from isobatch.engine.cost_model.layer_list import layers_of, phases_of
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import Parallelism
@@ -74,7 +74,7 @@ def stated_profile(path, vision_us=900):
         weight_grad_ns=forward // 2,
         recompute_ns=forward,
         send_ns=nothing,
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
+        **dict.fromkeys(MEMORY, nothing),
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.ones(len(kinds), np.bool_),

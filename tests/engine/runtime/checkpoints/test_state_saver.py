@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from isobatch.common.errors import DataError
+from isobatch.common.errors import ConfigError, DataError
 from isobatch.engine.runtime.checkpoints.training_state import (
     Progress,
     StateSaver,
@@ -123,14 +123,17 @@ def test_of_frozen_weights_nothing_is_saved_where_only_trained_ones_are(tmp_path
     model = Model()
     for layer in list(model.layers.values())[:-1]:
         layer.requires_grad_(False)
-    saver = StateSaver(tmp_path, model.layers, None, trained_only=True)
+    saver = StateSaver(tmp_path, model.layers, None, basis={"base": "a"})
     saver.begin(Progress(step=1, loader={}))
     saver.finish()
     other = Model(seed=1)
     for layer in list(other.layers.values())[:-1]:
         layer.requires_grad_(False)
     before = other.values()
-    load_state(tmp_path, other.layers, None, trained_only=True)
+    with pytest.raises(ConfigError, match=r"step-1 was trained with base a, this run has b"):
+        load_state(tmp_path, other.layers, None, basis={"base": "b"})
+    assert all(map(torch.equal, other.values(), before))
+    load_state(tmp_path, other.layers, None, basis={"base": "a"})
     for layer in model.layers.values():
         layer.requires_grad_(True)
     same = [torch.equal(one, two) for one, two in zip(other.values(), model.values(), strict=True)]

@@ -78,6 +78,8 @@ def test_a_model_folder_needs_no_weights(said, build, tmp_path):
         (["--eval=nothing"], "nothing"),
         (["--lora-rank=2", "--lora-targets=nonsense"], "--lora-targets nonsense"),
         (["--lora-rank=2", "--freeze=llm"], "--freeze"),
+        (["--freeze=vision", "--lr-vision=1e-4"], "--lr-vision is a learning rate for a part that"),
+        (["--lora-rank=2", "--lr-projector=1e-4"], "--lr-projector is a learning rate for a part"),
     ],
 )
 def test_wrong_options_are_the_same_line_as_without(build, options, message, capsys):
