@@ -14,13 +14,13 @@ from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_
 from isobatch.models.folder.files import quiet_hub
 from isobatch.packer.build_dir import REPORT_NAME
 from isobatch.packer.format_text import share_text, size_text
-from isobatch.packer.progress import StageProgress
+from isobatch.packer.progress import RunningStage, StageProgress
 from isobatch.packer.report.figures import make_report
 from isobatch.packer.write.energon_files import META_NAMES
 from isobatch.shards.folders import is_uri
 from isobatch.shards.manifest import MANIFEST_NAME, Manifest, read_manifest
 
-FILES_PER_COMMIT = 50
+FILES_PER_COMMIT, AT_ONCE = 50, 5
 CARD = """---
 tags:
 - isobatch
@@ -68,16 +68,14 @@ def push_build(folder: str, repo: str, progress: StageProgress, *, private: bool
     names = [*(file.name for file in (*manifest.shards, *manifest.files)), *others]
     hub, card = HfApi(), _card(manifest, repo)
     try:
-        with quiet_hub(), progress.stage("upload", len(names), unit="files") as stage:
+        with quiet_hub(), progress.stage("upload", len(names) + 2, unit="files") as stage:
             address = hub.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
             _require_same(hub, repo, root)
             for first in range(0, len(names), FILES_PER_COMMIT):
                 files = {name: root / name for name in names[first : first + FILES_PER_COMMIT]}
-                _commit(hub, repo, files, f"Files {first + 1} to {first + len(files)}")
-                stage.advance(len(files))
-                stage.count(len(files))
+                _commit(hub, repo, files, f"Files {first + 1} to {first + len(files)}", stage)
             last = {"README.md": card.encode(), MANIFEST_NAME: root / MANIFEST_NAME}
-            _commit(hub, repo, last, "The build is complete")
+            _commit(hub, repo, last, "The build is complete", stage)
     except IsobatchError:
         raise
     # the client and what it is made of raise some twenty types
@@ -89,10 +87,19 @@ def push_build(folder: str, repo: str, progress: StageProgress, *, private: bool
     return str(address)
 
 
-def _commit(hub: Any, repo: str, files: dict[str, Any], message: str) -> None:
+def _commit(hub: Any, repo: str, files: dict[str, Any], message: str, stage: RunningStage) -> None:
     from huggingface_hub import CommitOperationAdd  # noqa: PLC0415
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
+        disable_progress_bars,
+    )
 
+    disable_progress_bars()  # of its own: they are no events, and would move others
     operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    for first in range(0, len(operations), AT_ONCE):
+        some = operations[first : first + AT_ONCE]
+        hub.preupload_lfs_files(repo, some, repo_type="dataset")
+        stage.advance(len(some))
+        stage.count(len(some))
     hub.create_commit(repo, operations, commit_message=message, repo_type="dataset")
 
 

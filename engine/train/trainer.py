@@ -288,10 +288,10 @@ def open_trained(
         apply_plan(plan, model, num_ranks)
     model.freeze(config.freeze)
     frozen = frozen_parts(config, plan)
-    rated = [part for part in frozen if getattr(config, f"lr_{part}") is not None]
+    rated = [f"lr-{part}" for part in frozen if getattr(config, f"lr_{part}") is not None]
     if rated:
         raise ConfigError(
-            f"--lr-{rated[0]} is a learning rate for a part that is not trained, by --freeze, the"
+            f"--{rated[0]} is a learning rate for a part that is not trained, by --freeze, the"
             " plan or --lora-parts: leave it out, or train the part"
         )
     if config.lora_rank is not None:
