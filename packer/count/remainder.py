@@ -30,14 +30,19 @@ _PLACE = ("name", "container", "offset", "size")
 
 
 def save_remainder(
-    staging: Staging, positions: IntArray, parts: IntArray, folder: Path, number: int
+    staging: Staging, counts: pa.Table, parts: IntArray, folder: Path, number: int
 ) -> None:
-    """Write staged samples to a folder, in the order of their parts of the dataset.
+    """Write samples to a folder, in the order of their parts of the dataset.
 
-    `positions`: of each sample among the staged ones. `number`: of their partition.
+    `counts`: their rows, whose ids they keep, since copies differ in these alone. `number`: of
+    their partition.
     """
+    positions = counts.column("position").to_numpy()
     order = np.lexsort((positions, parts))
     rows = StagedSamples(staging.samples).take(positions[order])
+    ids = counts.column("sample_id").take(pa.array(order)).combine_chunks()
+    place = rows.schema.get_field_index("sample_id")
+    rows = rows.set_column(place, rows.schema.field(place), ids)
     with (folder / CONTENT).open("wb") as content:
         bring = partial(_brought, open_folder(str(staging.blobs)), content, number)
         for name in ("images", "audios"):

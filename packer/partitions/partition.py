@@ -272,7 +272,8 @@ class Partition:
         copies = copies_per_sample(dataset, parts, seed, self.job.decisions.copies)
         dropped = reject_rows(table, left_out(dataset, parts, copies))
         counts = _Counts(
-            table=copy_rows(table, copies),
+            # what is left over are copies already, with the ids of their partitions
+            table=table if self.job.remainder_of else copy_rows(table, copies),
             parts=np.repeat(parts, copies),
             rejected=pa.concat_tables([rejected, dropped]),
             num_read=sum(records_per_part),
@@ -365,8 +366,8 @@ class Partition:
     def _leave(self, grouping: Grouping, counts: _Counts) -> tuple[Grouping, _Counts]:
         """Save the remainder; -> groups and counts without it."""
         chosen = grouping.remainder
-        positions = counts.table.column("position").to_numpy()[chosen]
-        save_remainder(self.staging, positions, counts.parts[chosen], self.work, self.job.place)
+        left_over = counts.table.take(pa.array(chosen))
+        save_remainder(self.staging, left_over, counts.parts[chosen], self.work, self.job.place)
         stays = np.ones(len(counts.table), bool)
         stays[chosen] = False
         new_row = np.cumsum(stays) - 1

@@ -13,6 +13,8 @@ from isobatch.balance.grouping.caps import GroupOptions
 from isobatch.common.types import Counts, Limits
 from isobatch.packer import build as build_module
 from isobatch.packer import group
+from isobatch.packer.changes.remove import remove_samples
+from isobatch.packer.changes.sample_names import SampleNames
 from isobatch.packer.count.remainder import ROWS
 from isobatch.packer.group import group_within
 from isobatch.packer.partitions import pack_all
@@ -144,6 +146,30 @@ def test_copies_are_counted_once_as_records(folder, tmp_path, monkeypatch):
     assert positions.tolist() == list(range(2 * NUMBER))
     assert sorted(times.tolist()) == [1] * NUMBER + [3] * NUMBER
     require_intact(verify_build(tmp_path / "out", quiet(), workers=1))
+
+
+def test_copies_keep_their_ids_where_they_are_left_over(folder, tmp_path, monkeypatch):
+    mixture = tmp_path / "mixture.toml"
+    mixture.write_text(f'[[datasets]]\nname = "a"\ndataset = "{folder}"\nrepeat = 3\n')
+    build(mixture, tmp_path / "one", **OPTIONS)
+    in_partitions(monkeypatch, leave=4)
+    build(mixture, tmp_path / "many", **OPTIONS)
+    assert len(partitions_of(tmp_path / "many")) > 4
+    assert by_id(tmp_path / "many") == by_id(tmp_path / "one")
+
+
+def test_samples_of_one_id_have_no_other_where_they_are_left_over(folder, tmp_path, monkeypatch):
+    """So that `packer remove` finds all of them: copies of two sources are all `ID` or `ID#2`."""
+    in_partitions(monkeypatch, leave=10)
+    mixture = tmp_path / "mixture.toml"
+    part = '[[datasets]]\nname = "{}"\ndataset = "{}"\nrepeat = 2\n'
+    mixture.write_text(part.format("a", folder) + part.format("b", folder))
+    build(mixture, tmp_path / "out", **OPTIONS)
+    ids = pq.read_table(tmp_path / "out" / "counts.parquet").column("sample_id").to_pylist()
+    assert not [name for name in ids if name.count("#") > 1]
+    names = SampleNames(ids=("s0", "s1"))
+    assert remove_samples(str(tmp_path / "out"), names, quiet(), workers=1).num_samples == 8
+    require_intact(verify_build(tmp_path / "out", quiet(), workers=1, absent=names))
 
 
 def test_some_remainders_are_packed_by_tasks_of_their_own(folder, whole, tmp_path, monkeypatch):
