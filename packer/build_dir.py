@@ -230,7 +230,9 @@ def clear(out: Path) -> None:
 
 def require_ours(place: str, names: Sequence[str]) -> None:
     """Raise ConfigError if a folder or URI holds anything that no build made."""
-    strangers = sorted({name for name in names if name.partition("/")[0] not in _MADE_BY_A_BUILD})
+    first_names = {name.partition("/")[0] for name in names} - _MADE_BY_A_BUILD
+    # a build that was killed while it wrote its manifest has left a part of that
+    strangers = sorted(name for name in first_names if not name.startswith(f"{MANIFEST_NAME}-"))
     if strangers:
         also = f"also holds {', '.join(strangers[:5])}, which no build made"
         raise ConfigError(f"--overwrite: {place} {also}; nothing was removed")

@@ -136,8 +136,10 @@ class PackedPartition:
 
     num_read: int
     num_repeated: int
-    remainder: list[int]
-    """Samples of each part of the dataset that it leaves over; empty if none."""
+    remainder: list[int] = field(default_factory=list)
+    """Samples of each part of the dataset that it leaves over; empty if none, as of versions before
+    that left none.
+    """
     is_remainder: bool = False
     """Whether it is what other partitions have left over, and its positions begin at the first."""
     index: IndexFigures

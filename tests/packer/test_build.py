@@ -300,8 +300,10 @@ def group_is_alive(group):
 def test_overwrite_removes_only_what_a_build_made(dataset, tmp_path):
     out = tmp_path / "out"
     build(dataset, out)
+    (out / "manifest.json-00c0ffee.tmp").write_text("{")  # of a build that was killed here
     Builder(BuildConfig(**options(dataset, out, seed=1)), quiet()).build(overwrite=True)
     assert read_manifest(out).values["seed"] == 1
+    assert not list(out.glob("*.tmp"))
     (out / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"thesis\.txt"):
         Builder(BuildConfig(**options(dataset, out)), quiet()).build(overwrite=True)

@@ -19,6 +19,7 @@ from isobatch.packer.count.remainder import ROWS
 from isobatch.packer.group import group_within
 from isobatch.packer.partitions import pack_all
 from isobatch.packer.partitions.cut import cut_dataset
+from isobatch.packer.partitions.partition import PackedPartition
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import read_manifest
 from support.builds.packed import build, quiet, read_samples
@@ -207,6 +208,24 @@ def test_a_file_that_is_gone_when_it_is_packed_is_rejected_there(folder, tmp_pat
     counts = pq.read_table(tmp_path / "out" / "counts.parquet").to_pylist()
     assert place in {row["position"] for row in counts if row["sample_id"] == chosen[0]}
     require_intact(verify_build(tmp_path / "out", quiet(), workers=1))
+
+
+def test_a_partition_of_a_version_that_left_nothing_over_is_still_read(
+    folder, tmp_path, monkeypatch
+):
+    in_partitions(monkeypatch)
+    original, kept = pack_all.PartitionRun.finish, []
+
+    def finish(self, decisions):
+        kept.extend(self._read(self._partitions))
+        return original(self, decisions)
+
+    monkeypatch.setattr(pack_all.PartitionRun, "finish", finish)
+    build(folder, tmp_path / "out", **OPTIONS)
+    values = json.loads(kept[0].to_json())
+    assert sum(values.pop("remainder")) > 0
+    del values["is_remainder"]
+    assert PackedPartition.from_json(json.dumps(values)).remainder == []
 
 
 @for_each(("cap", "number"), [(1000, 300), (1000, 3000), (9000, 3000), (9000, 30), (700, 2000)])
