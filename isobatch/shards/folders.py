@@ -93,13 +93,16 @@ def cache_folder(name: str) -> Path:
 
 
 @contextmanager
-def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
-    """A folder with the named files of a place that exist: itself, or a temporary copy."""
+def on_disk(place: str, names: Sequence[str], within: Path | None = None) -> Iterator[Path]:
+    """A folder with the named files of a place that exist: itself, or a temporary copy.
+
+    `within`: folder for the copy; None: that for temporary files.
+    """
     if not is_uri(place):
         yield Path(place)
         return
     root = open_folder(place)
-    with TemporaryDirectory(prefix="isobatch-") as folder, naming_full_disk(folder):
+    with TemporaryDirectory(prefix="isobatch-", dir=within) as folder, naming_full_disk(folder):
         for name in names:
             Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             try:

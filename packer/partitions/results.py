@@ -126,9 +126,11 @@ class Results:
         shutil.rmtree(work, ignore_errors=True)
 
     @contextmanager
-    def opened(self, number: int, names: Sequence[str]) -> Iterator[Path]:
-        """A folder of this machine with files of a partition."""
-        with on_disk(join(self.out, f"{self._folder}/{number:05d}"), names) as folder:
+    def opened(
+        self, number: int, names: Sequence[str], within: Path | None = None
+    ) -> Iterator[Path]:
+        """A folder of this machine with files of a partition; of a bucket, a copy `within` one."""
+        with on_disk(join(self.out, f"{self._folder}/{number:05d}"), names, within) as folder:
             yield folder
 
     def remove(self) -> None:

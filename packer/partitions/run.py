@@ -130,9 +130,12 @@ def _remainder(job: PartitionJob, results: Results) -> Iterator[Remainder | None
     if not job.remainder_of:
         yield None
         return
+    # content of files may be too much for temporary ones, and a killed run's goes with its work
+    work = Path(job.work)
+    work.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         folders = [
-            (number, first, stack.enter_context(results.opened(number, REMAINDER_NAMES)))
+            (number, first, stack.enter_context(results.opened(number, REMAINDER_NAMES, work)))
             for number, first in job.remainder_of
         ]
         yield read_remainder(folders, job.dataset, list(job.decisions.copies or ()))

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from isobatch.common.errors import DataError
+from isobatch.packer.count.remainder import read_remainder
+from isobatch.packer.partitions import run
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.folders import open_folder, open_object_folder
 from support.builds.packed import build, digests, quiet
@@ -100,16 +102,27 @@ def found_at(uri: str, folder: Path) -> dict[str, str]:
 
 
 def test_jobs_with_work_folders_of_their_own_complete_a_build_in_a_bucket(
-    raw, packed, place, tmp_path
+    raw, packed, place, tmp_path, monkeypatch
 ):
     source = upload(raw, f"{place}/raw")
     out = f"{place}/out"
+    copies = []
+
+    def read(folders, *others):
+        copies.extend(folder for *_, folder in folders)
+        return read_remainder(folders, *others)
+
+    monkeypatch.setattr(run, "read_remainder", read)
     for share in (2, 1, 2, 3):
         work = str(tmp_path / f"machine-{share}")
         summary = build(source, out, partitions=f"{share}/3", work_dir=work, **CUT)
         assert (summary is not None) == (share == 3)
         with pytest.raises(DataError, match=r"unfinished build|finished build of other data"):
             build(source, out, partitions="1/3", work_dir=work, seed=3, **CUT)
+    # what is left over may be large, so its copies are where a job works
+    assert copies
+    assert all(copy.is_relative_to(tmp_path / "machine-3") for copy in copies)
+    assert not any(copy.exists() for copy in copies)
     found, expected = found_at(out, tmp_path / "down"), digests(packed)
     assert {*found} == {*expected}
     # the manifest names the dataset by its place
