@@ -14,8 +14,8 @@ from pathlib import Path
 # Accelerate takes one for each core unless this is set, and processes that tests start inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import pytest
+from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 
