@@ -207,7 +207,7 @@ def build(raw: Path, out: Path, tokenizer: Path, workers: int) -> BuildRun:
 class MemoryWatch:
     """Samples the proportional set size of a process and all below it."""
 
-    def __init__(self, pid: int, interval: float = 0.25) -> None:
+    def __init__(self, pid: int, interval: float = 1.0) -> None:
         self._pid, self._interval = pid, interval
         self._peak = 0
         self._stopped = threading.Event()

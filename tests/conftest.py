@@ -10,6 +10,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+# other tests run on the other cores: a thread on each would wait for them, and spin meanwhile.
+# Accelerate takes one for each core unless this is set, and processes that tests start inherit it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

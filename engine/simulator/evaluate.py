@@ -111,4 +111,4 @@ def bytes_by_kind(stages: StageCosts) -> tuple[IntArray, IntArray]:
     changes = (live, -live, held - live, -held, nothing)
     backward, apart = stages.backward_peak_bytes - live, stages.apart_peak_bytes - live
     peaks = (stages.forward_peak_bytes, backward, apart, stages.weight_peak_bytes, nothing)
-    return np.stack(changes), np.stack(peaks)
+    return np.array(changes), np.array(peaks)

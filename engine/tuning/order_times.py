@@ -159,7 +159,8 @@ def order_problem(
         schedule=schedule,
         stages=stages,
         actions=_actions(schedule, tuple(stages.sends_grad.tolist())),
-        times=PassTimes(np.stack(times), np.stack([stages.send_ns, stages.send_back_ns])),
+        # as `np.array` lays them out, and not as `np.stack` does: kernels are compiled once
+        times=PassTimes(np.array(times), np.array([stages.send_ns, stages.send_back_ns])),
         memory=MemoryBudget(changes, peaks, state, limit),
         ahead=ahead,
     )

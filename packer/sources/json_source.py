@@ -352,7 +352,8 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
 
 def _is_deep(value: Any, text: str, start: int, end: int) -> bool:
     """`is_deep` of what was decoded; few texts have so many brackets at all."""
-    return sum(text.count(bracket, start, end) for bracket in "[{") > MOST_DEPTH and is_deep(value)
+    brackets = text.count("[", start, end) + text.count("{", start, end)
+    return brackets > MOST_DEPTH and is_deep(value)
 
 
 def _end_of_brackets(text: str, start: int) -> int:

@@ -254,7 +254,8 @@ def test_a_missing_or_damaged_image_is_said_where_it_belongs(builds, dataset, tm
     view = next(
         view for view in views(out) if "s900" in [sample.sample_id for sample in view.samples]
     )
-    assert printed(view).count("No such file") == 1
+    words = printed(view).split()  # a long folder's name moves where a line ends
+    assert " ".join(words).count("No such file") == 1
     assert render_group(view).count("no picture") == 1
 
 

@@ -39,13 +39,13 @@ def ways(raw, shared):
     return shared("page of many machines", make)
 
 
-def new_place(folder: Path, raw: Path, name: str) -> Path:
-    """A current folder in which the commands can be run."""
+def new_place(folder: Path, raw: Path, name: str, **more: int) -> Path:
+    """A current folder in which the commands can be run; `more` goes into the page's file."""
     place = folder / name
     (place / "Qwen").mkdir(parents=True)
     (place / "Qwen" / "Qwen2.5-VL-3B-Instruct").symlink_to(folder / "model")
     (place / "data").symlink_to(raw)
-    small = "".join(f"{key} = {value!r}\n" for key, value in CUT.items())
+    small = "".join(f"{key} = {value!r}\n" for key, value in (CUT | more).items())
     (place / "build.toml").write_text(CONFIG + small)
     return place
 
@@ -102,7 +102,8 @@ def test_a_job_of_kubernetes_completes_the_build(ways, raw):
     (line,) = container["args"]
     assert (bash, option) == ("bash", "-c")
     assert line.endswith(f"/{spec['completions']}")
-    place = new_place(ways, raw, "kubernetes")
+    # workers inside a share are Slurm's part
+    place = new_place(ways, raw, "kubernetes", workers=1)
     for index in reversed(range(PARTITIONS)):
         run(place, line, JOB_COMPLETION_INDEX=str(index))
     assert_same_build(place)

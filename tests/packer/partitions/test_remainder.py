@@ -64,15 +64,13 @@ def partitions_of(out):
     return {int(shard.name.split("-")[1]) for shard in read_manifest(out).shards}
 
 
-@for_each("grouping", ["fit", "isf"])
 def test_small_partitions_have_the_groups_of_one_and_without_it_more(
-    folder, tmp_path, monkeypatch, grouping
+    folder, whole, tmp_path, monkeypatch
 ):
-    numbers = {}
-    for name, samples, leave in (("one", 10**6, 4), ("many", SAMPLES, 4), ("apart", SAMPLES, 0)):
-        in_partitions(monkeypatch, samples, leave)
-        summary = build(folder, tmp_path / grouping / name, **OPTIONS, grouping=grouping)
-        numbers[name] = summary.totals["num_groups"]
+    numbers = {"one": read_manifest(whole).num_groups}
+    for name, leave in (("many", 4), ("apart", 0)):
+        in_partitions(monkeypatch, leave=leave)
+        numbers[name] = build(folder, tmp_path / name, **OPTIONS).totals["num_groups"]
     assert numbers["many"] <= numbers["one"] * 1.02 < numbers["apart"]
 
 

@@ -63,6 +63,7 @@ def main():
     }
     rank = Accelerator().process_index
     (folder / f"{rank}.json").write_text(json.dumps(said))
+    torch.distributed.barrier()  # rank 0 has the store that loaders of others still read
 
 
 def open_loader(rows, folder, seed=SEEDS[0]):
