@@ -1,9 +1,9 @@
 """On each of two ranks, over gloo: VeOmni's trainer on a build, by the program of its page; then
 its loaders in a Ulysses group. Rank 0 writes what they gave into OUT.pt.
 
-    torchrun ranks.py FOLDER OUT
+    torchrun ranks.py FOLDER OUT MASK
 
-FOLDER has packed, model and veomni.yaml. torch.cpu is given what VeOmni asks of a GPU's module, and
+FOLDER has packed, model and veomni.yaml; MASK is a further argument of `register`, or empty. torch.cpu is given what VeOmni asks of a GPU's module, and
 the group is there before, since it knows no gloo.
 """
 
@@ -44,7 +44,7 @@ class Trainer(vlm_trainer.VLMTrainer):
         super().on_step_end(loss=loss, **others)
 
 
-def main(folder, out):
+def main(folder, out, mask):
     os.chdir(folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -54,13 +54,16 @@ def main(folder, out):
     torch.cpu.get_device_name, torch.cpu.empty_cache = lambda *_: "cpu", lambda: None
     vlm_trainer.VLMTrainer = Trainer
     scope = {}
-    exec(program("veomni", "veomni"), scope)
+    code = program("veomni", "veomni")
+    assert code.count('from_pretrained("model"))') == 1
+    exec(code.replace('from_pretrained("model"))', f'from_pretrained("model"){mask})'), scope)
     found = {"losses": scope["trainer"].losses, "given": scope["trainer"].given}
     found["weights"] = scope["trainer"].begun
     found["state"] = scope["trainer"].base.train_dataloader.state_dict()
     found["steps"] = scope["trainer"].base.train_steps
     clear_parallel_state()
-    found["shards"] = in_ulysses_group()
+    if not mask:
+        found["shards"] = in_ulysses_group()
     joined = [None] * dist.get_world_size()
     dist.all_gather_object(joined, found)
     if dist.get_rank() == 0:
@@ -79,6 +82,6 @@ def in_ulysses_group():
 
 
 if __name__ == "__main__":
-    folder, out = sys.argv[1:]
+    folder, out, mask = sys.argv[1:]
     sys.argv[1:] = ["veomni.yaml"]
-    main(folder, out)
+    main(folder, out, mask)
