@@ -170,6 +170,42 @@ def test_loaders_go_on_from_a_state(data, kind, monkeypatch):
     same(list(islice(resumed, 2)), expected[len(whole) + 1 :][:2])
 
 
+def test_a_state_without_a_build_is_gone_on_from_by_other_ranks(data, monkeypatch):
+    """Two ranks begin, three go on, and one ends the epoch: each sample comes once."""
+    monkeypatch.chdir(data.folder / "raw")
+    options = {"model": str(data.folder / "model"), "max_tokens": 160, "epochs": 1}
+    options |= {"check_ranks": False, "remainder": "drop"}
+    collate, state, found = MainCollator(), None, []
+    for num_ranks, count in ((2, 2), (3, 1), (1, None)):
+        for rank in range(num_ranks):
+            ours = BalancedLoader(data.records, dp_rank=rank, dp_world_size=num_ranks, **options)
+            loader = VeOmniLoader(ours, collate, data.config)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = [batch for step in islice(loader, count) for batch in step]
+            assert batches
+            for batch in batches:
+                rows = batch["input_ids"][0].tensor_split(batch["cu_seq_lens_q"][1:-1].tolist())
+                found += [tuple(row.tolist()) for row in rows]
+            if rank == 0:
+                after = loader.state_dict()
+            assert loader.state_dict() == after
+        state = after
+    whole = [
+        ids
+        for step in BalancedLoader(data.records, dp_rank=0, dp_world_size=1, **options)
+        for batch in step
+        for ids in sample_rows(batch, data.config)
+    ]
+    assert len(set(whole)) == len(whole) == len(data.records)
+    assert sorted(found) == sorted(whole)
+
+
+def sample_rows(batch, config):
+    """Each sample's ids, as VeOmni has them."""
+    return [tuple(sample["input_ids"].tolist()) for sample in sample_features(batch, config)]
+
+
 def test_what_does_not_fit_is_one_line(data):
     register(partial(StreamingLoader, data.folder / "packed"), data.config)
     with pytest.raises(ConfigError, match="dyn_bsz=True, micro_batch_size=1; a group is a micro"):
