@@ -134,13 +134,17 @@ def test_a_killed_training_of_another_framework_resumes_as_if_it_had_not_been(
     name, environments, data, tmp_path
 ):
     python, (files, ids) = python_of(name, environments), data
-    whole, killed = (
-        Run(name, python, files, tmp_path / name / kind) for kind in ("whole", "killed")
+    whole, killed, all_logits = (
+        Run(name, python, files, tmp_path / name / kind) for kind in ("whole", "killed", "all")
     )
     whole.start()
     killed.start(WATCHED_KILL=str(KILLED))
     whole.join()
     killed.join(by_kill=True)
+    all_logits.edit('logits="labelled"', 'logits="all"')
+    all_logits.start()
+    all_logits.join()
+    check_logits(whole, all_logits)
     assert killed.checkpoints() == [SAVED]
     before = killed.ids()[: SAVED * ACCUMULATED]
     assert len(killed.ids()) > len(before)
@@ -162,6 +166,14 @@ def test_a_killed_training_of_another_framework_resumes_as_if_it_had_not_been(
     assert not any(weights[key].equal(initial[key]) for key in trained)
 
 
+def check_logits(labelled, all_logits):
+    """Losses are equal, and only labelled tokens had logits."""
+    assert all_logits.ids() == labelled.ids()
+    assert all(logits == tokens for logits, tokens in all_logits.logits())
+    assert all(0 < logits < tokens for logits, tokens in labelled.logits())
+    assert labelled.losses() == pytest.approx(all_logits.losses(), rel=1e-3)
+
+
 class Run:
     """Trainings in a folder, one after another: the same command, from a checkpoint or not."""
 
@@ -173,6 +185,12 @@ class Run:
         (folder / "packed.py").write_text(f"import watched_steps\n{block_of(name)}")
         if self.framework.file:
             (folder / self.framework.file).write_text(json.dumps(self.framework.settings))
+
+    def edit(self, old, new):
+        file = self.folder / "packed.py"
+        code = file.read_text()
+        assert code.count(old) == 1
+        file.write_text(code.replace(old, new))
 
     def start(self, resume="", **environment):
         framework, programs = self.framework, self.python.parent
@@ -219,6 +237,10 @@ class Run:
 
     def ids(self):
         return [json.loads(line) for line in (self.folder / "ids").read_text().splitlines()]
+
+    def logits(self):
+        """Logits and tokens of each micro-batch."""
+        return [json.loads(line) for line in (self.folder / "ids.logits").read_text().splitlines()]
 
     def checkpoints(self):
         found = (self.folder / "out").glob("checkpoint-*")

@@ -1,6 +1,7 @@
 """Imported by a training: notes what it trains on, and kills it in the middle of a step.
 
-Of each micro-batch a line of sample ids goes to the file WATCHED_IDS. After the backward pass of
+Of each micro-batch a line of sample ids goes to the file WATCHED_IDS, and how many logits its model
+is asked for, and its tokens, to the file of that name and `.logits`. After the backward pass of
 the micro-batch WATCHED_KILL the process ends by SIGKILL.
 """
 
@@ -16,10 +17,14 @@ make_inputs, train = hf_trainer.model_inputs, hf_trainer.BalancedMixin.training_
 numbers = count(1)
 
 
-def noted_inputs(batch, config):
-    with open(IDS, "a") as file:
-        file.write(json.dumps(batch.sample_ids) + "\n")
-    return make_inputs(batch, config)
+def noted_inputs(batch, config, **options):
+    inputs = make_inputs(batch, config, **options)
+    num_tokens = len(batch.input_ids)
+    num_logits = len(inputs["logits_to_keep"]) if "logits_to_keep" in inputs else num_tokens
+    for name, values in ((IDS, batch.sample_ids), (f"{IDS}.logits", (num_logits, num_tokens))):
+        with open(name, "a") as file:
+            file.write(json.dumps(values) + "\n")
+    return inputs
 
 
 def killed_step(self, *args, **options):

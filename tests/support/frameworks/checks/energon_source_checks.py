@@ -287,7 +287,9 @@ def cook_interleaved(sample):
     return InterleavedSample(
         __key__=sample["__key__"],
         __restore_key__=sample["__restore_key__"],
-        sequence=[sample[image.removeprefix(f"{key}.")] if image else text for text, image in parts],
+        sequence=[
+            sample[image.removeprefix(f"{key}.")] if image else text for text, image in parts
+        ],
     )
 
 
