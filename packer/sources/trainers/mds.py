@@ -256,6 +256,8 @@ class MdsChunk:
         file.seek(begin)
         if self.shard.table is not None:
             values = _line(file.read(end - begin), self.shard)
+            if missing := [name for name in self.columns if name not in values]:
+                raise ValueError(f"the line has no column {missing[0]!r}")
             return {name: values[name] for name in self.columns}
         columns = self.shard.columns
         varying = sum(not size for _, _, size in columns)

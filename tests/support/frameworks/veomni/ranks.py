@@ -3,19 +3,25 @@ its loaders in a Ulysses group. Rank 0 writes what they gave into OUT.pt.
 
     torchrun ranks.py FOLDER OUT MASK
 
-FOLDER has packed, model and veomni.yaml; MASK is a further argument of `register`, or empty. torch.cpu is given what VeOmni asks of a GPU's module, and
-the group is there before, since it knows no gloo.
+FOLDER has packed, model and veomni.yaml; MASK is a further argument of `register`, or empty.
+torch.cpu is given what VeOmni asks of a GPU's module, and the group is there before, since it knows
+no gloo.
 """
 
 import os
 import sys
+from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from veomni.data import MainCollator, build_dataloader, build_dataset
 from veomni.distributed.parallel_state import clear_parallel_state, init_parallel_state
 from veomni.trainer import vlm_trainer
 
+from isobatch import StreamingLoader
+from isobatch.common.errors import ConfigError
+from isobatch.loaders.integrations.veomni import register
 from support.frameworks.page_programs import program
 
 GPU_FIGURES = "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"
@@ -77,6 +83,9 @@ def in_ulysses_group():
     init_parallel_state(dp_size=1, ulysses_size=2, device_type="cpu")
     about = {"micro_batch_size": 1, "global_batch_size": 2, "dyn_bsz": False, "seed": 3}
     dataset = build_dataset("isobatch")
+    register(partial(StreamingLoader, "packed"), name="masked", block_mask=True)
+    with pytest.raises(ConfigError, match="sdpa, which has no Ulysses shards"):
+        build_dataloader("masked", dataset=build_dataset("masked"), collate_fn=None, **about)
     loader = build_dataloader("isobatch", dataset=dataset, collate_fn=MainCollator(), **about)
     return len(dataset), next(iter(loader))
 
