@@ -10,7 +10,7 @@ from support import ROOT
 
 PACKAGES = ("isobatch", "packer", "loaders", "engine")
 CODE = (*PACKAGES, "tests", "benchmarks", "examples", "scripts")
-MOST_LINES = 74_900
+MOST_LINES = 75_000
 """Of the product. Shorten before you raise it, and say in the commit what the lines are for."""
 MOST_COLUMNS, MOST_FIRST_LINE, MOST_SIBLINGS = 100, 80, 12
 PRAGMA = re.compile(r"  # (noqa|type: ignore).*")

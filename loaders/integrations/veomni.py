@@ -31,7 +31,11 @@ Collator = Callable[[list[dict[str, Tensor]]], dict[str, Any]]
 
 
 def register(
-    make_loader: Callable[..., StepStream], model: Any = None, *, name: str = "isobatch"
+    make_loader: Callable[..., StepStream],
+    model: Any = None,
+    *,
+    name: str = "isobatch",
+    block_mask: bool = False,
 ) -> None:
     """Let `data.datasets_type` and `data.dataloader.type` of VeOmni's YAML be `name`.
 
@@ -40,6 +44,9 @@ def register(
     `functools.partial(StreamingLoader, "packed")`, or of a `BalancedLoader`.
 
     `model`: a model of transformers or its config, of `FAMILIES`; None for text alone.
+
+    `block_mask`: the attention mask keeps samples of a group apart, for `sdpa`, which reads no
+    borders. It takes T * T bytes for T tokens, and fits no other attention.
 
     Registering a name again replaces it. ConfigError for a model of another family; when VeOmni
     builds the loader, for settings of its that do not fit.
@@ -73,8 +80,11 @@ def register(
                 f"train.global_batch_size is {global_batch_size} micro-batches on all ranks; it "
                 f"must be a multiple of the {get_parallel_state().dp_size} data-parallel ranks"
             )
+        if block_mask and get_parallel_state().sp_enabled:
+            raise ConfigError("block_mask is for sdpa, which has no Ulysses shards; leave it out")
         loader = make_loader(micro_batches_per_step=micro_batches, seed=seed, **_options())
-        return VeOmniLoader(loader, collate_fn, config)
+        collate = with_block_mask(collate_fn) if block_mask else collate_fn
+        return VeOmniLoader(loader, collate, config)
 
     DATASET_REGISTRY.register(name, lambda **_: _Groups(make_loader))
     DATALOADER_REGISTRY.register(name, data_loader)
@@ -109,6 +119,18 @@ class VeOmniLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after a position, on any number of ranks."""
         self.loader.load_state_dict(state)
+
+
+def with_block_mask(collate: Collator) -> Collator:
+    """A collator whose `attention_mask`, bool (1, 1, T, T), keeps samples apart."""
+
+    def masked(features: list[dict[str, Tensor]]) -> dict[str, Any]:
+        batch = collate(features)
+        lengths: Tensor = batch["cu_seq_lens_q"].diff()
+        sample = torch.repeat_interleave(lengths)
+        return batch | {"attention_mask": (sample[:, None] == sample).tril()[None, None]}
+
+    return masked
 
 
 def sample_features(batch: MicroBatch, model: Any = None) -> list[dict[str, Tensor]]:

@@ -518,7 +518,7 @@ def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], cont
         return
     if not named:
         record[kind] = list(media.values())
-    elif all(isinstance(name, str) for name in names):
+    elif all(isinstance(name, str | None) for name in names):
         record[key] = _matched(names, by_name, list(media.values()))
 
 
@@ -528,11 +528,17 @@ def _media(member: Member, container: str) -> Media:
     return Media(member.name, container=container, offset=member.offset, size=member.size)
 
 
-def _matched(names: list[str], by_name: dict[str, Media], media: list[Media]) -> list[Media | str]:
-    """The files that names mean; all in their order if none fits and the numbers are equal."""
+def _matched(
+    names: list[str | None], by_name: dict[str, Media], media: list[Media]
+) -> list[Media | str | None]:
+    """The files that names mean; all in their order if none fits and the numbers are equal.
+
+    None stays: the place of a text, as in OBELICS.
+    """
     matches = [_find(name, by_name) for name in names]
-    if len(names) == len(media) and not any(matches):
-        return list(media)
+    if len(names) - names.count(None) == len(media) and not any(matches):
+        files = iter(media)
+        return [None if name is None else next(files) for name in names]
     # a name that fits none stays a path under the data root, with its own reason if that is missing
     return [one or name for one, name in zip(matches, names, strict=True)]
 

@@ -186,8 +186,25 @@ def test_an_mds_shard_that_is_cut(tmp_path):
 
 @situation("shards of an MDS dataset are of another format or version", "stops", 2)
 def test_an_mds_dataset_of_another_format(tmp_path):
-    place = write_mds(tmp_path / "raw", {"text": "str"}, [{"text": "A text."}], format="xsv")
-    run(build_command(place, tmp_path / "out"), 2, "read are shards of format 'mds', version 2")
+    place = write_mds(tmp_path / "raw", {"text": "str"}, [{"text": "A text."}], format="old")
+    run(
+        build_command(place, tmp_path / "out"),
+        2,
+        "are shards of mds, json, xsv, csv, tsv, version 2",
+    )
+
+
+@situation("a shard of an MDS dataset has another hash than its index says", "stops", 1)
+def test_an_mds_shard_that_is_damaged(tmp_path):
+    place = write_mds(tmp_path / "raw", {"text": "str"}, [{"text": "A text."}] * 3)
+    index = json.loads((place / "index.json").read_text())
+    index["shards"][0]["raw_data"]["hashes"] = {"md5": "0" * 32}
+    (place / "index.json").write_text(json.dumps(index))
+    run(
+        build_command(place, tmp_path / "out"),
+        1,
+        "its md5 is not that of index.json: it is damaged",
+    )
 
 
 @situation("`--dataset` is a build of another model or tokenizer", "stops", 2)

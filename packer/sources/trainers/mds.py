@@ -1,12 +1,14 @@
 """MosaicML's streaming datasets (MDS): an index of shards, also compressed ones.
 
 As mosaicml-streaming 0.13 writes them: `index.json` lists the shards with their columns, and a
-shard begins with its number of samples and where each is. Only columns that are read are; images,
-videos and sound stay where they are, as byte ranges, unless the shard is compressed. A column of
-the encoding `pkl` would run whatever code it names, so nothing here reads one.
+shard begins with its number of samples and where each is. Shards of lines (JSON, XSV) have that in
+a file of its own. Hashes of the index are checked once per shard. Only columns that are read are;
+images, videos and sound stay where they are, as byte ranges, unless the shard is compressed. A
+column of the encoding `pkl` would run whatever code it names, so nothing here reads one.
 """
 
 import bz2
+import hashlib
 import io
 import json
 import zlib
@@ -44,6 +46,10 @@ SPLITS = ("train", "val", "validation", "test", "eval", "dev")
 """Folders that are splits of the folder around them."""
 CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}
 """Compression of a shard -> its name in pyarrow."""
+FORMATS = {"mds": "", "json": "", "xsv": None, "csv": ",", "tsv": "\t"}
+"""Formats of shards -> what is between columns; None where the index says it."""
+HASHES = hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}
+"""Hashes that are checked; those of xxhash are reported."""
 MAX_REREADS = 8
 """Times that a compressed shard is unpacked at most, each time for some of its samples."""
 FIRST_ROWS = 20
@@ -62,6 +68,7 @@ _SCALARS: dict[str, Callable[[bytes], Any]] = {
     "str_float": float,
     "str_decimal": lambda data: data.decode("ascii"),
 }
+_LINE_VALUES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 _NUMBERS = frozenset(
     {f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)}
     | {"float16", "float32", "float64"}
@@ -72,20 +79,42 @@ _MEDIA_KEYS = frozenset(key for keys in FILE_KEYS.values() for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
+class MdsFile:
+    """A file of a shard, as it is there: compressed or not."""
+
+    name: str
+    codec: str
+    """Its compression, a key of CODECS; empty without one."""
+    num_bytes: int
+    raw_bytes: int
+    """Size without compression."""
+    hashes: tuple[tuple[str, str], ...]
+    """Algorithm, hexadecimal digest."""
+
+
+@dataclass(frozen=True, slots=True)
 class MdsShard:
     """A shard as the index has it."""
 
-    name: str
-    """Path of the file that is there, compressed or not."""
-    codec: str
-    """Its compression, a key of CODECS; empty without one."""
+    data: MdsFile
+    table: MdsFile | None
+    """Where the samples of a shard of lines are; None of others, which begin with that."""
     num_samples: int
-    num_bytes: int
-    """Size of the file."""
-    raw_bytes: int
-    """Size without compression."""
     columns: tuple[tuple[str, str, int], ...]
     """Name, encoding and fixed size (0 if it varies) of each column, in their order."""
+    separator: str
+    """Between the columns of a line; empty for JSON."""
+    newline: str
+
+    @property
+    def name(self) -> str:
+        """Path of the file with the samples."""
+        return self.data.name
+
+    @property
+    def codec(self) -> str:
+        """Compression of that file; empty without one."""
+        return self.data.codec
 
 
 def find_mds(
@@ -143,34 +172,50 @@ def locate_mds(folder: Folder) -> Located:
     if not shards:
         raise DataError(f"{path}: lists no shards")
     names = tuple(shard.name for shard in shards)
-    return Located("mds", folder.uri, names, (("shards", shards),))
+    unknown = {name for shard in shards for name, _ in shard.data.hashes if name not in HASHES}
+    unread = tuple((f"{name} of {INDEX_NAME}", "not checked") for name in sorted(unknown))
+    return Located("mds", folder.uri, names, (("shards", shards),), unread=unread)
 
 
 def _shard(entry: dict[str, Any], folder: Folder, where: str) -> MdsShard:
-    if (entry["format"], entry["version"]) != ("mds", VERSION):
+    if entry["format"] not in FORMATS or entry["version"] != VERSION:
         has = f"format {entry['format']!r}, version {entry['version']!r}"
-        raise ConfigError(f"{where}: {has}; read are shards of format 'mds', version {VERSION}")
+        known = ", ".join(FORMATS)
+        raise ConfigError(f"{where}: {has}; read are shards of {known}, version {VERSION}")
     codec = (entry["compression"] or "").partition(":")[0]
-    raw, packed = entry["raw_data"], entry["zip_data"]
     if codec and codec not in CODECS:
         raise ConfigError(f"{where}: compression {codec!r}; read are {', '.join(CODECS)}")
+    data = _file_of(entry, "data", codec, folder)
+    if (num_samples := int(entry["samples"])) < 0:
+        raise ValueError(f"{num_samples} samples in shard {data.name}")
+    separator = FORMATS[entry["format"]]
+    if entry["format"] == "json":
+        pairs = list(entry["columns"].items())
+    else:
+        pairs = list(zip(entry["column_names"], entry["column_encodings"], strict=True))
+    is_lines = entry["format"] != "mds"
+    sizes = [0] * len(pairs) if is_lines else entry["column_sizes"]
+    return MdsShard(
+        data,
+        _file_of(entry, "meta", codec, folder) if is_lines else None,
+        num_samples,
+        tuple(
+            (str(name), str(encoding), int(size or 0))
+            for (name, encoding), size in zip(pairs, sizes, strict=True)
+        ),
+        str(entry["separator"]) if separator is None else separator,
+        str(entry["newline"]) if is_lines else "",
+    )
+
+
+def _file_of(entry: dict[str, Any], kind: str, codec: str, folder: Folder) -> MdsFile:
+    raw, packed = entry[f"raw_{kind}"], entry[f"zip_{kind}"]
     # a folder that a loader has read has unpacked shards
     if codec and not (packed and has_file(folder, str(packed["basename"]))):
         codec = ""
     file = packed if codec else raw
-    if (num_samples := int(entry["samples"])) < 0:
-        raise ValueError(f"{num_samples} samples in shard {file['basename']}")
-    triples = zip(
-        entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True
-    )
-    return MdsShard(
-        str(file["basename"]),
-        codec,
-        num_samples,
-        int(file["bytes"]),
-        int(raw["bytes"]),
-        tuple((str(name), str(encoding), int(size or 0)) for name, encoding, size in triples),
-    )
+    hashes = tuple((str(name), str(digest)) for name, digest in file["hashes"].items())
+    return MdsFile(str(file["basename"]), codec, int(file["bytes"]), int(raw["bytes"]), hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +234,13 @@ class MdsChunk:
         """The samples, in order; DataError for a shard that is damaged, one by one for a sample."""
         shard = self.shard
         folder = open_folder(self.folder, follow_links=True)
-        with _opened_shard(folder, shard) as file:
-            borders = _borders(file, shard, self.container)
+        is_first = not self.first  # one process checks a shard's hashes
+        with _opened_file(folder, shard.data, is_checked=is_first) as file:
+            if shard.table is None:
+                borders = _borders(file, shard, self.container)
+            else:
+                with _opened_file(folder, shard.table, is_checked=is_first) as table:
+                    borders = _borders(table, shard, self.container)
             for row in range(self.first, self.last):
                 try:
                     value = self._record(file, row, *borders[row : row + 2].tolist())
@@ -203,8 +253,13 @@ class MdsChunk:
 
     def _record(self, file: IO[bytes], row: int, begin: int, end: int) -> dict[str, Any]:
         """The columns that are read of a sample. ValueError if it is damaged."""
-        columns = self.shard.columns
         file.seek(begin)
+        if self.shard.table is not None:
+            values = _line(file.read(end - begin), self.shard)
+            if missing := [name for name in self.columns if name not in values]:
+                raise ValueError(f"the line has no column {missing[0]!r}")
+            return {name: values[name] for name in self.columns}
+        columns = self.shard.columns
         varying = sum(not size for _, _, size in columns)
         sizes = iter(np.frombuffer(file.read(4 * varying), _UINT).tolist())
         start, record = begin + 4 * varying, {}
@@ -267,6 +322,20 @@ def _value(name: str, encoding: str, place: _Place) -> tuple[str, Any]:
     return name, value
 
 
+def _line(data: bytes, shard: MdsShard) -> dict[str, Any]:
+    """The columns of a sample of a shard of lines. ValueError if it has others."""
+    if not shard.separator:
+        value = json.loads(data)
+        if not isinstance(value, dict) or is_deep(value):
+            raise ValueError("the line is not an object of texts and numbers")
+        return value
+    parts = data.decode().removesuffix(shard.newline).split(shard.separator)
+    if len(parts) != len(shard.columns):
+        raise ValueError(f"the line has {len(parts)} columns, not {len(shard.columns)}")
+    pairs = zip(shard.columns, parts, strict=True)
+    return {name: _LINE_VALUES[encoding](part) for (name, encoding, _), part in pairs}
+
+
 def _is_media(place: _Place) -> bool:
     """Whether bytes are a file, by the first of them; else they may be a text."""
     return kind_of_content(place.read(HEAD_BYTES)) is not None
@@ -321,35 +390,50 @@ def _png(data: bytes) -> bytes:
 
 
 @contextmanager
-def _opened_shard(folder: Folder, shard: MdsShard) -> Iterator[IO[bytes]]:
-    """The samples of a shard, unpacked; DataError if it has not the size that the index says."""
-    where = join(folder.uri, shard.name)
-    with opened(folder, shard.name) as file:
-        if (size := file.seek(0, io.SEEK_END)) != shard.num_bytes:
-            said = f"{size:,} bytes, {INDEX_NAME} says {shard.num_bytes:,}"
+def _opened_file(folder: Folder, part: MdsFile, *, is_checked: bool) -> Iterator[IO[bytes]]:
+    """A file of a shard, unpacked; `is_checked`: its hashes are.
+
+    DataError if it has not the size or a hash that the index says.
+    """
+    where = join(folder.uri, part.name)
+    with opened(folder, part.name) as file:
+        if (size := file.seek(0, io.SEEK_END)) != part.num_bytes:
+            said = f"{size:,} bytes, {INDEX_NAME} says {part.num_bytes:,}"
             raise DataError(f"{where}: {said}: it is cut short or another; copy it again")
+        for name, digest in part.hashes if is_checked else ():
+            if name in HASHES and _hash(file, name) != digest:
+                said = f"its {name} is not that of {INDEX_NAME}"
+                raise DataError(f"{where}: {said}: it is damaged or another; copy it again")
         file.seek(0)
-        if not shard.codec:
+        if not part.codec:
             yield file
             return
         try:
-            unpacked = _unpacked(file.read(), shard)
+            unpacked = _unpacked(file.read(), part)
         except (ValueError, OSError, EOFError, zlib.error, pa.ArrowException) as error:
-            what = f"{shard.codec} cannot be unpacked ({first_line(error)})"
+            what = f"{part.codec} cannot be unpacked ({first_line(error)})"
             raise DataError(f"{where}: {what}; copy it again") from None
         yield io.BytesIO(unpacked)
 
 
-def _unpacked(data: bytes, shard: MdsShard) -> bytes:
-    if shard.codec == "bz2":
+def _hash(file: IO[bytes], algorithm: str) -> str:
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    file.seek(0)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _unpacked(data: bytes, part: MdsFile) -> bytes:
+    if part.codec == "bz2":
         content = bz2.decompress(data)
-    elif shard.codec == "gz":
+    elif part.codec == "gz":
         content = zlib.decompress(data, zlib.MAX_WBITS | 16)
     else:
-        codec = CODECS[shard.codec]
-        content = pa.decompress(data, shard.raw_bytes, codec=codec, asbytes=True)
-    if len(content) != shard.raw_bytes:
-        raise ValueError(f"{len(content):,} bytes, not {shard.raw_bytes:,}")
+        codec = CODECS[part.codec]
+        content = pa.decompress(data, part.raw_bytes, codec=codec, asbytes=True)
+    if len(content) != part.raw_bytes:
+        raise ValueError(f"{len(content):,} bytes, not {part.raw_bytes:,}")
     return content
 
 
@@ -357,12 +441,12 @@ def _borders(file: IO[bytes], shard: MdsShard, where: str) -> IntArray:
     """Where each sample begins and the last one ends, (samples + 1,); DataError if they do not."""
     misfit = DataError(f"{where}: its table of samples does not fit {INDEX_NAME}; copy it again")
     size = 4 * (shard.num_samples + 2)
-    table = file.read(size) if size <= shard.raw_bytes else b""
+    table = file.read(size) if size <= (shard.table or shard.data).raw_bytes else b""
     if len(table) < size:
         raise misfit
     head = np.frombuffer(table, _UINT).astype(np.int64)
     borders = head[1:]
-    is_known = head[0] == shard.num_samples and borders[-1] == shard.raw_bytes
+    is_known = head[0] == shard.num_samples and borders[-1] == shard.data.raw_bytes
     if not is_known or (np.diff(borders) < 0).any():
         raise misfit
     return borders
@@ -385,12 +469,12 @@ class MdsSource(Source):
                 step = max(step, -(-shard.num_samples // MAX_REREADS))
             for first in range(0, shard.num_samples, step):
                 yield self._chunk(shard, first, min(first + step, shard.num_samples))
-            on_bytes(shard.num_bytes)
+            on_bytes(shard.data.num_bytes)
 
     def bytes_per_record(self) -> float:
         """By the index."""
         num_samples = sum(shard.num_samples for shard in self._shards)
-        return max(1.0, sum(shard.num_bytes for shard in self._shards) / max(1, num_samples))
+        return max(1.0, sum(shard.data.num_bytes for shard in self._shards) / max(1, num_samples))
 
     def columns(self) -> set[str]:
         """Columns of the first shard, also those that no record is read from."""

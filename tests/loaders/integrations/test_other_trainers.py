@@ -47,6 +47,8 @@ class Framework:
     """For the settings; without one they are options of the command."""
     resume: str = "--resume_from_checkpoint={}"
     environment: tuple[tuple[str, str], ...] = ()
+    all_logits: tuple[tuple[str, object], ...] = ()
+    """Settings by which it computes logits of all tokens, if that is its own choice."""
 
 
 TRAINING = {
@@ -94,6 +96,7 @@ FRAMEWORKS = {
             "check_model": False,  # asks ModelScope for a newer one
             "use_hf": True,
         },
+        all_logits=(("use_logits_to_keep", False),),
     ),
     "axolotl": Framework(
         ("axolotl", "train", "train.yaml", "--launcher", "python"),
@@ -134,13 +137,16 @@ def test_a_killed_training_of_another_framework_resumes_as_if_it_had_not_been(
     name, environments, data, tmp_path
 ):
     python, (files, ids) = python_of(name, environments), data
-    whole, killed = (
-        Run(name, python, files, tmp_path / name / kind) for kind in ("whole", "killed")
+    whole, killed, all_logits = (
+        Run(name, python, files, tmp_path / name / kind) for kind in ("whole", "killed", "all")
     )
     whole.start()
     killed.start(WATCHED_KILL=str(KILLED))
     whole.join()
     killed.join(by_kill=True)
+    all_logits.start()
+    all_logits.join()
+    check_logits(whole, all_logits)
     assert killed.checkpoints() == [SAVED]
     before = killed.ids()[: SAVED * ACCUMULATED]
     assert len(killed.ids()) > len(before)
@@ -162,23 +168,35 @@ def test_a_killed_training_of_another_framework_resumes_as_if_it_had_not_been(
     assert not any(weights[key].equal(initial[key]) for key in trained)
 
 
+def check_logits(labelled, all_logits):
+    """Losses are equal, and only labelled tokens had logits."""
+    assert all_logits.ids() == labelled.ids()
+    assert all_logits.count("logits") >= labelled.count("tokens")  # of blank images too
+    assert labelled.count("logits") < 0.9 * labelled.count("tokens")
+    assert labelled.losses() == pytest.approx(all_logits.losses(), rel=1e-5)
+
+
 class Run:
     """Trainings in a folder, one after another: the same command, from a checkpoint or not."""
 
     def __init__(self, name, python, files, folder):
         self.framework, self.python, self.folder = FRAMEWORKS[name], python, folder
+        code, self.settings = block_of(name), dict(self.framework.settings)
+        if folder.name == "all":
+            code = code.replace('logits="labelled"', 'logits="all"')
+            self.settings |= self.framework.all_logits
         folder.mkdir(parents=True)
         for each in files.iterdir():
             (folder / each.name).symlink_to(each)
-        (folder / "packed.py").write_text(f"import watched_steps\n{block_of(name)}")
+        (folder / "packed.py").write_text(f"import watched_steps\n{code}")
         if self.framework.file:
-            (folder / self.framework.file).write_text(json.dumps(self.framework.settings))
+            (folder / self.framework.file).write_text(json.dumps(self.settings))
 
     def start(self, resume="", **environment):
         framework, programs = self.framework, self.python.parent
         command = [str(programs / framework.command[0]), *framework.command[1:]]
         if not framework.file:
-            command += [f"--{key}={value}" for key, value in framework.settings.items()]
+            command += [f"--{key}={value}" for key, value in self.settings.items()]
         if resume:
             command.append(framework.resume.format(resume))
         (self.folder / "ids").write_text("")
@@ -219,6 +237,10 @@ class Run:
 
     def ids(self):
         return [json.loads(line) for line in (self.folder / "ids").read_text().splitlines()]
+
+    def count(self, name):
+        """Tokens or logits of all micro-batches."""
+        return sum(int(line) for line in (self.folder / f"ids.{name}").read_text().split())
 
     def checkpoints(self):
         found = (self.folder / "out").glob("checkpoint-*")

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +20,7 @@ from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.frameworks.environments import python_of
 from support.frameworks.page_programs import program
-from support.loading.online_data import OPTIONS, records
+from support.loading.online_data import OPTIONS, open_ranks, records
 from support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -108,6 +108,35 @@ def test_a_state_of_two_ranks_is_gone_on_from_by_three(build):
     assert len(set(begun + rest)) == len(begun + rest) == 6 + (num_groups - 6) // 3 * 3
     assert set(begun + rest) <= set(whole)
     assert len(whole) - len(begun + rest) < 3
+
+
+def test_a_state_without_a_build_is_gone_on_from_by_other_ranks(tmp_path):
+    """Two ranks begin, three go on, and one ends the epoch: each sample comes once."""
+    rows = records(tmp_path, 80)
+
+    def iterators(num_ranks, state=None):
+        for loader in open_ranks(rows, num_ranks, tmp_path, state=state, epochs=1):
+            yield BridgeIterator(loader, BridgeBatches(tiny_config(loader), dict))
+
+    def samples(iterator, count=None):
+        return [
+            tuple(ids.tolist())
+            for batch in islice(iterator, count)
+            for ids in batch["input_ids"][0].tensor_split(batch["cu_seqlens_q"][1:-1].tolist())
+        ]
+
+    (alone,) = iterators(1)
+    whole = samples(alone)
+    found, state = [], None
+    for num_ranks, count in ((2, 2), (3, 1), (1, None)):
+        ranks = list(iterators(num_ranks, state))
+        parts = [samples(iterator, count) for iterator in ranks]
+        assert all(parts)
+        state = ranks[0].save_state()
+        assert all(iterator.save_state() == state for iterator in ranks)
+        found += chain.from_iterable(parts)
+    assert len(set(whole)) == len(whole) == 80
+    assert sorted(found) == sorted(whole)
 
 
 def peers(say, build):

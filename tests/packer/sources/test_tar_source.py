@@ -180,6 +180,14 @@ def test_mmc4_in_tars_finds_its_images_by_name(tmp_path):
     assert contents(sample, tmp_path) == [b"y", b"z"]
 
 
+@pytest.mark.parametrize("names", [["d.z.jpg", None, "d.y.jpg"], ["far/1.jpg", None, "far/2.jpg"]])
+def test_images_between_texts_keep_their_places(tmp_path, names):
+    about = json.dumps({"texts": [None, "A.", None], "images": names}).encode()
+    sample = only(tmp_path, ("d.json", about), ("d.z.jpg", b"z"), ("d.y.jpg", b"y"))
+    assert sample.turns[0].text.split() == ["<image>", "A.", "<image>"]
+    assert contents(sample, tmp_path) == [b"z", b"y"]
+
+
 def test_sound_and_plain_text_are_samples_too(tmp_path):
     members = [("a.flac", b"sound"), ("a.txt", b"Rain"), ("b.txt", "Nur Text \u00e4".encode())]
     speech, text = samples(write_tar(tmp_path / "x.tar", members))

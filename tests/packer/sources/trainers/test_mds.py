@@ -4,7 +4,9 @@ Next to MosaicML's own writer and reader they are in
 tests/support/frameworks/checks/mds_source_checks.py.
 """
 
+import hashlib
 import io
+import json
 import tracemalloc
 
 import numpy as np
@@ -101,6 +103,67 @@ def test_raw_pixels_are_an_image_if_they_are_as_many_as_it_says(tmp_path):
         "pil: mode 'CMYK'; read are 1, L, P, LA, I;16, RGB, RGBA",
         "pil: 5 bytes are too few for a size and a mode",
     ]
+
+
+def write_lines(folder, lines, kind, **changes):
+    """A shard of lines as `JSONWriter` and `CSVWriter` write it, and its table."""
+    head = b"about,text\n" if kind == "csv" else b""
+    data = head + b"".join(lines)
+    ends = len(head) + np.cumsum([0, *map(len, lines)])
+    table = np.uint32(len(lines)).tobytes() + ends.astype("<u4").tobytes() + b"{}"
+    about = {"text": "str", "about": "int"}
+    shard = {"format": kind, "version": 2, "compression": None, "samples": len(lines)}
+    shard |= {"newline": "\n", "zip_data": None, "zip_meta": None}
+    shard |= {"columns": about, "column_names": sorted(about), "column_encodings": ["int", "str"]}
+    for part, content in (("data", data), ("meta", table)):
+        (folder / f"0.{part}").write_bytes(content)
+        file = {"basename": f"0.{part}", "bytes": len(content)}
+        shard[f"raw_{part}"] = file | {"hashes": {"md5": hashlib.md5(content).hexdigest()}}
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard | changes]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "problem"),
+    [
+        ("json", [b'{"text": "A", "about": 1}\n', b'{"text": "B"\n'], "Expecting"),
+        ("json", [b'{"text": "A"}\n', b"[1]\n"], "is not an object of texts and numbers"),
+        ("json", [b'{"text": "A"}\n', b'{"about": 1}\n'], "has no column 'text'"),
+        ("csv", [b"1,A\n", b"1,A,B\n"], "the line has 3 columns, not 2"),
+        ("csv", [b"1,A\n", b"one,B\n"], "invalid literal for int"),
+        ("csv", [b"1,A\n", b"1,\xff\n"], "can't decode byte 0xff"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 9])
+def test_a_damaged_line_costs_only_itself(tmp_path, kind, lines, problem, chunk):
+    first, second, third = records(
+        open_place(write_lines(tmp_path, [*lines, lines[0]], kind)), chunk
+    )
+    assert first.value["text"] == third.value["text"] == "A"
+    assert "0.data, sample 1: " in second.broken
+    assert problem in second.broken
+
+
+def test_a_table_of_lines_that_does_not_fit_is_one_line(tmp_path):
+    place = write_lines(tmp_path, [b"1,A\n"] * 3, "csv", samples=2)
+    with pytest.raises(DataError, match=r"0.data: its table of samples does not fit index.json"):
+        records(open_place(place))
+    index = json.loads((place / "index.json").read_text())
+    del index["shards"][0]["raw_meta"]
+    (place / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"not as MDSWriter writes it \('raw_meta'\)"):
+        open_place(place)
+
+
+def test_hashes_are_checked_and_those_of_other_libraries_are_reported(tmp_path):
+    place = write_lines(tmp_path, [b"1,A\n"] * 3, "csv")
+    index = json.loads((place / "index.json").read_text())
+    index["shards"][0]["raw_data"]["hashes"]["xxh64"] = "12"
+    (place / "index.json").write_text(json.dumps(index))
+    assert locate(str(place), known=[]).unread == (("xxh64 of index.json", "not checked"),)
+    (place / "0.data").write_bytes((place / "0.data").read_bytes().replace(b"A", b"B"))
+    with pytest.raises(DataError, match=r"0.data: its md5 is not that of index.json: it is damag"):
+        records(open_place(place))
 
 
 def test_a_table_of_samples_that_does_not_fit_is_one_line(tmp_path):

@@ -16,7 +16,9 @@ import yaml
 from megatron.energon import (
     Cooker,
     DefaultTaskEncoder,
+    InterleavedSample,
     Sample,
+    SampleDecoder,
     WorkerConfig,
     edataclass,
     get_loader,
@@ -174,14 +176,20 @@ class Keys(DefaultTaskEncoder):
         return batch
 
 
-def energon_keys(place, split, cook=None):
+class Texts(Keys):
+    """Gives what Energon reads, JSON as values."""
+
+    decoder = SampleDecoder()
+
+
+def energon_keys(place, split, cook=None, encoder=Keys):
     """Keys of the samples that Energon's own loader gives, in its order."""
     dataset = get_val_dataset(
         place,
         split_part=split,
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
         batch_size=1,
-        task_encoder=Keys(cook),
+        task_encoder=encoder(cook),
     )
     return [sample for batch in get_loader(dataset) for sample in batch]
 
@@ -213,6 +221,76 @@ def test_each_kind_is_packed_as_the_same_records_of_json(images, tmp_path, kind)
         assert never["subflavors of dataset.yaml"][1] == '{"from": "web"}'
     assert set(seen.values()) == {1}
     assert seen.keys() == expected.keys()
+
+
+def interleaved_rows():
+    """Texts with 0 to 2 pictures between them; a picture may come first or follow another."""
+    rows = []
+    for number in range(COUNT):
+        name, other = f"{number:03d}.jpg", f"{(number + 1) % COUNT:03d}.jpg"
+        start, end = f"It is {number}.", "word " * number + "end."
+        parts = [[start, end], [start, name, end], [name, other, end], [name, start, other, end]]
+        rows.append({"id": f"{number:03d}", "parts": parts[number % 4]})
+    return rows
+
+
+def as_document(parts, names=None):
+    """The record whose texts and images take turns as `parts` do; `names` of images in their place.
+
+    Lists of one length, as in OBELICS: where one has a value, the other has none.
+    """
+    names = [part if part.endswith(".jpg") else None for part in parts] if names is None else names
+    texts = [None if name else part for part, name in zip(parts, names, strict=True)]
+    return {"texts": texts, "images": names}
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_interleaved_samples_are_those_that_energon_gives(images, tmp_path, has_images):
+    """Texts by its `field_map`. Pictures between them are crude samples, which a cooker joins."""
+    samples, expected, sequences = [], [], {}
+    for row in interleaved_rows():
+        parts = [part for part in row["parts"] if has_images or not part.endswith(".jpg")]
+        files = {
+            f"{n}.jpg": (images / part).read_bytes()
+            for n, part in enumerate(parts)
+            if part.endswith(".jpg")
+        }
+        names = [f"{row['id']}.{n}.jpg" if f"{n}.jpg" in files else None for n in range(len(parts))]
+        about = as_document(parts, names) if has_images else {"sequence": parts}
+        samples.append((row["id"], {"json": json.dumps(about).encode(), **files}))
+        expected.append({"id": row["id"], **as_document(parts)})
+        sequences[row["id"]] = [files.get(f"{n}.jpg", part) for n, part in enumerate(parts)]
+    about = None if has_images else ("InterleavedSample", {"sequence": "json[sequence]"})
+    place = prepare(tmp_path / "set", write_tars(tmp_path / "set", samples), about)
+    expected = json_build(expected, images, tmp_path / "json")
+    num_samples = 0
+    for split in ("train", "val"):
+        build(f"{place}@{split}", tmp_path / split)
+        ours = by_id(tmp_path / split)
+        same(ours, expected)
+        cook, encoder = (cook_interleaved, Keys) if has_images else (None, Texts)
+        theirs = energon_keys(place, split, cook, encoder)
+        assert len(theirs) == len(ours)
+        num_samples += len(ours)
+        for sample in theirs:
+            name = sample.__key__.rpartition("/")[2]
+            assert sample.sequence == sequences[name]
+            pictures = [part for part in sample.sequence if isinstance(part, bytes)]
+            assert ours[name]["images"] == pictures
+    assert num_samples == COUNT
+
+
+@stateless
+def cook_interleaved(sample):
+    about, key = json.loads(sample["json"]), sample["__key__"].rpartition("/")[2]
+    parts = zip(about["texts"], about["images"], strict=True)
+    return InterleavedSample(
+        __key__=sample["__key__"],
+        __restore_key__=sample["__restore_key__"],
+        sequence=[
+            sample[image.removeprefix(f"{key}.")] if image else text for text, image in parts
+        ],
+    )
 
 
 def write_lines(file, rows):

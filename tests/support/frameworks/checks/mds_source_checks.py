@@ -19,7 +19,14 @@ from support.builds.remote_builds import upload, use
 from support.frameworks.sharding_datasets import without_torchvision_operators
 
 without_torchvision_operators()
-from streaming import MDSWriter, StreamingDataset  # noqa: E402 - imports torchvision
+from streaming import (  # noqa: E402 - imports torchvision
+    CSVWriter,
+    JSONWriter,
+    MDSWriter,
+    StreamingDataset,
+    TSVWriter,
+    XSVWriter,
+)
 from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
 COLUMNS = {"id": "str", "conversations": "json", "images": "list[jpeg]"}
@@ -88,6 +95,64 @@ def test_a_build_is_that_of_the_same_records_as_json(raw, tmp_path, compression)
     same(packed(place, tmp_path / "again"), expected)
 
 
+def write_lines(writer, rows, out, **options):
+    """Shards of lines, whose images are names under the data root."""
+    columns = dict.fromkeys(("id", "image", "question", "answer"), "str") | {"score": "float"}
+    if writer is XSVWriter:
+        options["separator"] = "|"
+    options |= {"size_limit": 1000, "hashes": ["md5", "sha256", "xxh64"]}
+    with writer(out=str(out), columns=columns, **options) as opened:
+        for row in rows:
+            opened.write(row)
+    return out
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("writer", [JSONWriter, XSVWriter, CSVWriter, TSVWriter])
+def test_shards_of_lines_are_the_same_records_as_json(raw, tmp_path, writer, compression):
+    folder, _ = raw
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jpg"))[:30]
+    rows = [
+        {"id": f"s{n}", "image": name, "question": f"Was f\u00fcr {n}?", "answer": "so " * n + "."}
+        | {"score": n / 2}
+        for n, name in enumerate(names)
+    ]
+    place = write_lines(writer, rows, tmp_path / "mds", compression=compression)
+    assert len(json.loads((place / "index.json").read_text())["shards"]) > 2
+    (folder / "lines.json").write_text(json.dumps(rows))
+    expected = packed(folder / "lines.json", tmp_path / "json", data_root=str(folder))
+    assert len(expected) == len(rows) == 30
+    # under the data root, as their images are
+    place = place.rename(folder / f"{writer.__name__}-{compression}")
+    options = {"data_root": str(folder), "chunk_records": 7}
+    same(packed(place, tmp_path / "ours", **options), expected)
+    assert [{**row} for row in theirs(place)] == rows
+    same(packed(place, tmp_path / "again", **options), expected)
+    (never,) = read_manifest(tmp_path / "ours").values["never_read"].values()
+    assert never.keys() == {"score", "xxh64 of index.json"}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("kind", ["data", "meta", "mds"])
+def test_a_shard_with_another_hash_is_one_line(raw, tmp_path, kind, compression):
+    rows = [
+        {"id": f"s{n}", "image": "x.jpg", "question": "?", "answer": "!" * 60} for n in range(30)
+    ]
+    if kind == "mds":
+        place = write(raw, tmp_path / "mds", compression=compression, hashes=["sha1"])
+    else:
+        rows = [{**row, "score": 0.5} for row in rows]
+        place = write_lines(JSONWriter, rows, tmp_path / "mds", compression=compression)
+    entry = json.loads((place / "index.json").read_text())["shards"][1]
+    file = f"{'zip' if compression else 'raw'}_{'data' if kind == 'mds' else kind}"
+    shard = place / entry[file]["basename"]
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=rf"{shard.name}: its (md5|sha1) is not that of index.json"):
+        packed(place, tmp_path / "out")
+
+
 def test_the_loader_without_a_build_reads_them(raw, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = write(raw, tmp_path / "mds" / "train", compression="zstd")
@@ -146,9 +211,9 @@ def test_what_is_damaged_is_one_line(raw, tmp_path):
     with pytest.raises(DataError, match=r"shard.00001.mds.*No such file"):
         packed(place, tmp_path / "out")
     index = json.loads((place / "index.json").read_text())
-    index["shards"][0]["format"] = "xsv"
+    index["shards"][0]["format"] = "other"
     (place / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="format 'xsv', version 2; read are shards of format"):
+    with pytest.raises(ConfigError, match="format 'other', version 2; read are shards of mds, j"):
         packed(place, tmp_path / "out")
 
 

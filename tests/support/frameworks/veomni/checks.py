@@ -13,17 +13,25 @@ import pytest
 import torch
 import transformers
 import yaml
+from torch.nn.functional import cross_entropy
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from veomni.arguments import arguments_types
 from veomni.data import MainCollator, build_dataloader, build_dataset
 from veomni.data.data_transform import build_data_transform
+from veomni.models import build_foundation_model, load_model_weights
 from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu
 from veomni.utils.constants import IMAGE_INPUT_INDEX
 
 from isobatch import BalancedLoader, StreamingLoader, model_inputs
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import shift_labels
-from isobatch.loaders.integrations.veomni import VeOmniLoader, register, sample_features
+from isobatch.loaders.integrations.veomni import (
+    VeOmniLoader,
+    register,
+    sample_features,
+    with_block_mask,
+)
 from support import ROOT, TESTS
 from support.frameworks.page_programs import yaml_block
 from support.frameworks.veomni.data import write_packed
@@ -116,6 +124,36 @@ def test_batches_are_those_that_veomni_makes_of_the_same_samples(data, theirs, m
     assert num_images > 20
 
 
+def test_losses_are_those_of_transformers_where_samples_are_kept_apart(data, theirs):
+    """Its own batches have another loss with sdpa: each sample sees those before it."""
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(data.folder / "model")
+    theirs.load_state_dict(plain.state_dict())
+    collate = MainCollator(metadata_collate_func=theirs.get_metadata_collate_func())
+
+    def veomni_loss(features, collate=collate):
+        batch = collate(features)
+        labels = batch.pop("labels")[0, 1:]
+        return float(cross_entropy(theirs(**batch, use_cache=False).logits[0, :-1], labels))
+
+    num_apart = 0
+    for (batch,) in loader_of(data, loss_normalizer="step"):
+        inputs = model_inputs(batch, plain)
+        ones = {"attention_mask": torch.ones_like(inputs["input_ids"])}
+        features = partial(sample_features, batch, data.config)
+        with torch.no_grad():
+            apart, joined = (float(plain(**(inputs | mask)).loss) for mask in ({}, ones))
+            assert veomni_loss(features()) == pytest.approx(joined, rel=1e-5)
+            masked = veomni_loss(features(), with_block_mask(collate))
+            assert masked == pytest.approx(apart, rel=1e-5)
+            if not len(batch.image_sizes):  # else the first has the pixels of all
+                samples = [(one, (one["labels"] != -100).sum()) for one in features()]
+                total = sum(veomni_loss([one]) * int(num) for one, num in samples if num)
+                mean = total / sum(int(num) for _, num in samples)
+                assert mean == pytest.approx(apart, rel=1e-5)
+        num_apart += abs(joined - apart) > 1e-3 * apart
+    assert num_apart > 5
+
+
 @pytest.mark.parametrize("kind", ["build", "records"])
 def test_loaders_go_on_from_a_state(data, kind, monkeypatch):
     monkeypatch.chdir(data.folder / "raw")
@@ -130,6 +168,42 @@ def test_loaders_go_on_from_a_state(data, kind, monkeypatch):
     resumed = veomni_loader()
     resumed.load_state_dict(begun.state_dict())
     same(list(islice(resumed, 2)), expected[len(whole) + 1 :][:2])
+
+
+def test_a_state_without_a_build_is_gone_on_from_by_other_ranks(data, monkeypatch):
+    """Two ranks begin, three go on, and one ends the epoch: each sample comes once."""
+    monkeypatch.chdir(data.folder / "raw")
+    options = {"model": str(data.folder / "model"), "max_tokens": 160, "epochs": 1}
+    options |= {"check_ranks": False, "remainder": "drop"}
+    collate, state, found = MainCollator(), None, []
+    for num_ranks, count in ((2, 2), (3, 1), (1, None)):
+        for rank in range(num_ranks):
+            ours = BalancedLoader(data.records, dp_rank=rank, dp_world_size=num_ranks, **options)
+            loader = VeOmniLoader(ours, collate, data.config)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = [batch for step in islice(loader, count) for batch in step]
+            assert batches
+            for batch in batches:
+                rows = batch["input_ids"][0].tensor_split(batch["cu_seq_lens_q"][1:-1].tolist())
+                found += [tuple(row.tolist()) for row in rows]
+            if rank == 0:
+                after = loader.state_dict()
+            assert loader.state_dict() == after
+        state = after
+    whole = [
+        ids
+        for step in BalancedLoader(data.records, dp_rank=0, dp_world_size=1, **options)
+        for batch in step
+        for ids in sample_rows(batch, data.config)
+    ]
+    assert len(set(whole)) == len(whole) == len(data.records)
+    assert sorted(found) == sorted(whole)
+
+
+def sample_rows(batch, config):
+    """Each sample's ids, as VeOmni has them."""
+    return [tuple(sample["input_ids"].tolist()) for sample in sample_features(batch, config)]
 
 
 def test_what_does_not_fit_is_one_line(data):
@@ -155,6 +229,24 @@ def test_what_does_not_fit_is_one_line(data):
         register(partial(StreamingLoader, "packed"), transformers.LlavaConfig())
 
 
+def test_its_models_find_weights_by_names_of_modules_and_draw_the_others(data, tmp_path):
+    plain = transformers.AutoModelForImageTextToText.from_config(data.config)
+    for is_original in (True, False):
+        plain.save_pretrained(tmp_path, save_original_format=is_original)
+        with mock.patch.dict(LOSS_MAPPING):  # it registers its own
+            model = build_foundation_model(
+                str(tmp_path),
+                torch_dtype="float32",
+                init_device="cpu",
+                ops_implementation=arguments_types.OpsImplementationConfig(**OPERATIONS),
+            )
+        load_model_weights(model, str(tmp_path), "cpu")
+        values = model.state_dict()
+        same_names = [n for n, value in plain.state_dict().items() if value.equal(values[n])]
+        assert (len(same_names) == len(values)) is not is_original
+        assert "lm_head.weight" in same_names
+
+
 def settings_of_the_page():
     """veomni.yaml, with what a CPU needs."""
     settings = yaml.safe_load(yaml_block("veomni"))
@@ -167,11 +259,12 @@ def settings_of_the_page():
     return settings
 
 
-def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data):
+@pytest.mark.parametrize("mask", ["", ", block_mask=True"])
+def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data, mask):
     (data.folder / "veomni.yaml").write_text(yaml.safe_dump(settings_of_the_page()))
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
-        [*launch, RANKS, data.folder, "found"],
+        [*launch, RANKS, data.folder, "found", mask],
         cwd=ROOT,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -183,14 +276,19 @@ def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data)
     ranks = torch.load(data.folder / "found.pt", weights_only=False)
     assert [rank["steps"] for rank in ranks] == [2, 2]
     assert all(len(step) == 2 for step in ranks[0]["given"])
-    check_losses(data, ranks[0]["weights"], *(rank["losses"] for rank in ranks))
+    losses = [rank["losses"] for rank in ranks]
+    check_losses(data, ranks[0]["weights"], losses, are_apart=bool(mask))
+    if mask:
+        return
     check_shards(data, [rank["shards"] for rank in ranks])
 
 
-def check_losses(data, weights, *losses):
-    """Each step's mean loss per label, of a plain loop over all ranks' micro-batches."""
+def check_losses(data, weights, losses, *, are_apart):
+    """Each step's mean loss per label is that of a plain loop from the saved weights."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(data.folder / "model")
-    model.load_state_dict(weights)
+    saved = model.state_dict()
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(value, saved[name]) for name, value in weights.items())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, betas=(0.9, 0.95))
     about = {"dp_world_size": 2, "micro_batches_per_step": 2, "loss_normalizer": "step"}
     about |= {"seed": 42, "check_ranks": False, "remainder": "drop"}
@@ -200,9 +298,9 @@ def check_losses(data, weights, *losses):
         total = 0.0
         for batch in (batch for step in steps for batch in step):
             inputs = model_inputs(batch, model)
-            # without flash attention nothing tells VeOmni's model where samples begin
-            mask = {"attention_mask": torch.ones_like(inputs["input_ids"])}
-            loss = model(**(inputs | mask)).loss
+            if not are_apart:  # nothing tells VeOmni's sdpa where samples begin
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            loss = model(**inputs).loss
             loss.backward()
             total += float(loss.detach())
         optimizer.step()

@@ -55,7 +55,9 @@ def write_packed(folder: Path, count: int):
     config.tie_word_embeddings = False
     config.text_config.vocab_size = manifest.vocab_size
     config.image_token_id, config.video_token_id = manifest.image_token_id, manifest.video_token_id
+    config.text_config.initializer_range = 0.2  # weights by which samples matter to each other
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
-    model.save_pretrained(folder / "model")
+    # VeOmni does not know the names of older checkpoints, and draws what it does not find
+    model.save_pretrained(folder / "model", save_original_format=False)
     return records, model.config
