@@ -80,9 +80,9 @@ MICRO_BATCHES = (1, 8)
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
 
-MOST_SAMPLES = 1 << 22
+MOST_SAMPLES = 1 << 20
 """Samples that methods are compared on. A build of more in partitions, which are alike, is compared
-by some of these: 1.4 GB of memory, whatever its size.
+by some of these, so that the report takes no more memory than one partition.
 """
 
 TABLE_NAMES = (COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
@@ -461,8 +461,9 @@ def _drawn_partitions(out: Path, manifest: Manifest) -> list[int] | None:
     is_cut = others == [len(sizes)] * 2 and "partition_samples" in manifest.values.get("config", {})
     if number >= len(sizes) or not is_cut:
         return None
-    places = np.linspace(0, len(sizes) - 1, max(1, number))
-    return list(map(int, np.unique(places.astype(np.int64))))
+    # never the last one: it may be what others have left over, which is unlike them
+    places = np.arange(max(1, number)) * len(sizes) // max(1, number)
+    return list(map(int, places))
 
 
 def _read_groups(out: Path, numbers: list[int] | None) -> Groups:

@@ -68,7 +68,7 @@ def test_a_report_of_some_partitions_has_the_totals_of_all(packed, monkeypatch):
     drawn = make_report(packed)
     totals = ("num_read", "num_packed", "num_rejected", "rejected", "num_groups", "num_steps")
     assert [getattr(drawn, name) for name in totals] == [getattr(whole, name) for name in totals]
-    groups = pa.concat_tables(tables[1].read_row_group(place) for place in (0, number - 1))
+    groups = pa.concat_tables(tables[1].read_row_group(place) for place in (0, number // 2))
     assert len(drawn.loads["ours"]["llm_tokens"]) == len(groups) < whole.num_groups
     assert drawn.loads["ours"]["llm_tokens"].sum() == pc.sum(groups.column("seq_len")).as_py()
     assert drawn.fill == pytest.approx(whole.fill, abs=0.02)
