@@ -43,25 +43,26 @@ def main():
     nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
     ray.init(address=cluster.address, log_to_driver=False)
     cluster.wait_for_nodes()
-    ended, draw, killed = threading.Event(), random.Random(), []
-
-    def kill():
-        for _ in range(5):
-            if ended.wait(draw.uniform(0.5, 4)):
-                return
-            victim = nodes.pop(draw.randrange(len(nodes)))
-            killed.append(victim)
-            cluster.remove_node(victim, allow_graceful=False)
-            nodes.append(cluster.add_node(num_cpus=1))
-
-    killer = threading.Thread(target=kill)
-    killer.start()
+    ended, draw, killed, totals = threading.Event(), random.Random(), [], []
     progress.LINE_S = 0.0
     told = progress.StageProgress(Console(file=sys.stdout, width=200))
-    totals = Builder(BuildConfig(**json.loads(sys.argv[1])), told).build().totals
-    ended.set()
-    killer.join()
-    print("packed", totals["num_packed"], "killed", len(killed), flush=True)
+
+    def pack():
+        try:
+            totals.append(Builder(BuildConfig(**json.loads(sys.argv[1])), told).build().totals)
+        finally:
+            ended.set()
+
+    packing = threading.Thread(target=pack)
+    packing.start()
+    # here, for Ray begins a node in the main thread alone
+    while len(killed) < 5 and not ended.wait(draw.uniform(0.3, 2)):
+        victim = nodes.pop(draw.randrange(len(nodes)))
+        killed.append(victim)
+        cluster.remove_node(victim, allow_graceful=False)
+        nodes.append(cluster.add_node(num_cpus=1))
+    packing.join()
+    print("packed", totals[0]["num_packed"], "killed", len(killed), flush=True)
     ray.shutdown()
 
 if __name__ == "__main__":
@@ -169,7 +170,7 @@ def test_nodes_of_a_ray_cluster_that_die_change_no_byte(raw, place, tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
-    assert "packed 2598 killed" in ran.stdout
+    assert re.search("packed 2598 killed [1-5]", ran.stdout)
     nodes = re.findall(r"^pack +\d of 3 partitions, (\d) nodes?, ", ran.stdout, re.MULTILINE)
     assert set(map(int, nodes)) <= {1, 2, 3}  # none, if all were quicker than a report
     assert re.search(r"^pack +3 of 3 partitions, 2,598 samples, ", ran.stdout, re.MULTILINE)
