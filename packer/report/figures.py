@@ -456,14 +456,15 @@ def _drawn_partitions(out: Path, manifest: Manifest) -> list[int] | None:
     """Partitions of a large build, evenly spaced, of MOST_SAMPLES together; None: all of them."""
     sizes = row_group_sizes(out / COUNTS_NAME)
     others = [len(row_group_sizes(out / name)) for name in (GROUPS_NAME, REJECTED_NAME)]
-    number = len(sizes) * MOST_SAMPLES // max(1, sum(sizes))
+    filled = np.flatnonzero(sizes)  # a small partition may have left all its samples over
+    number = len(filled) * MOST_SAMPLES // max(1, sum(sizes))
     # tables of one partition, alone or in a build that has grown, have other row groups
     is_cut = others == [len(sizes)] * 2 and "partition_samples" in manifest.values.get("config", {})
-    if number >= len(sizes) or not is_cut:
+    if number >= len(filled) or not is_cut:
         return None
     # never the last one: it may be what others have left over, which is unlike them
-    places = np.arange(max(1, number)) * len(sizes) // max(1, number)
-    return list(map(int, places))
+    places = np.arange(max(1, number)) * len(filled) // max(1, number)
+    return list(map(int, filled[places]))
 
 
 def _read_groups(out: Path, numbers: list[int] | None) -> Groups:

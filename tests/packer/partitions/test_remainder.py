@@ -20,6 +20,8 @@ from isobatch.packer.group import group_within
 from isobatch.packer.partitions import pack_all
 from isobatch.packer.partitions.cut import cut_dataset
 from isobatch.packer.partitions.partition import PackedPartition
+from isobatch.packer.report import figures
+from isobatch.packer.report.figures import make_report
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import read_manifest
 from support.builds.packed import build, quiet, read_samples
@@ -178,6 +180,20 @@ def test_some_remainders_are_packed_by_tasks_of_their_own(folder, whole, tmp_pat
     assert by_id(tmp_path / "out") == by_id(whole)
     last = max(partitions_of(tmp_path / "out"))
     assert last >= 9  # eight partitions, and three of their remainders
+
+
+def test_a_report_reads_no_partition_that_has_left_all_over(folder, tmp_path, monkeypatch):
+    in_partitions(monkeypatch, leave=10**6)
+    monkeypatch.setattr(pack_all, "PER_REMAINDER", 3)
+    out = tmp_path / "out"
+    build(folder, out, **OPTIONS)
+    assert min(partitions_of(out)) >= 7  # only remainders have groups
+    whole = make_report(out)
+    monkeypatch.setattr(figures, "MOST_SAMPLES", 1)
+    drawn = make_report(out)
+    assert drawn.num_groups == whole.num_groups
+    assert drawn.notes
+    assert 0 < len(drawn.loads["ours"]["llm_tokens"]) < whole.num_groups
 
 
 def test_a_file_that_is_gone_when_it_is_packed_is_rejected_there(folder, tmp_path, monkeypatch):
