@@ -123,6 +123,7 @@ class Builder:
         is_complete(config.out)  # raises for a wrong place before anything is made or removed
         if config.grouping == "fit":
             compile_ahead.begin()
+            compile_ahead.load()
         with self.dataset(overwrite=overwrite) as dataset:
             if is_complete(config.out):
                 return self._finished(dataset)

@@ -67,6 +67,15 @@ def test_what_is_compiled_ahead_is_all_that_grouping_needs(tmp_path: Path) -> No
     )
     run = grouped(ahead, NUMBA_CACHE_DIR=str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
+    loaded = (  # the next process finds them in the cache, and loads them beside what it does
+        "from isobatch.balance.grouping import compile_ahead as ahead;"
+        " said = []; ahead.begin(); ahead.load(); assert ahead._process is None;"
+        " ahead.finish(lambda: said.append(1)); assert not said;"
+        " assert [sum(k.stats.cache_hits.values()) for k in ahead.KERNELS] == [1, 1];"
+        " assert [sum(k.stats.cache_misses.values()) for k in ahead.KERNELS] == [0, 0];"
+    )
+    run = grouped(loaded, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_build_begins_to_compile_before_its_command_is_loaded(tmp_path: Path) -> None:

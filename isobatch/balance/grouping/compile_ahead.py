@@ -1,7 +1,8 @@
-"""The default grouping's kernels, compiled by a process while data is read.
+"""The default grouping's kernels, compiled by a process or loaded by a thread while data is read.
 
 On a machine where nobody has grouped yet, they take 3 to 4 s of a core. They go to numba's cache,
-from which the process that groups then loads them. Without a cache it compiles them itself.
+from which the process that groups then loads them, in .4 s that a thread spends while files are
+written and other processes count. Without a cache it compiles them itself.
 """
 
 import gc
@@ -25,6 +26,7 @@ MOST_S = 120.0
 PROGRAM = f"from {__name__} import compile_all; compile_all()"
 
 _process: subprocess.Popen[bytes] | None = None
+_thread: threading.Thread | None = None
 
 
 def begin() -> None:
@@ -44,10 +46,22 @@ def begin() -> None:
             )
 
 
+def load() -> None:
+    """Begin to load what is in the cache, beside what this process does next."""
+    global _thread  # noqa: PLW0603
+    if _thread is None and _process is None and are_compiled(KERNELS):
+        _thread = threading.Thread(target=_group_a_few, name="isobatch-kernels")
+        _thread.start()
+
+
 def finish(say: Callable[[], None]) -> None:
-    """Wait for what `begin` has begun; `say` is called if something is still to be compiled."""
-    global _process
+    """Wait for what has begun; `say` is called if something is still to be compiled."""
+    global _process, _thread
     process, _process = _process, None
+    thread, _thread = _thread, None
+    if thread is not None:
+        thread.join()
+        return
     if process is None:
         if not are_compiled(KERNELS):
             say()
@@ -63,9 +77,14 @@ def finish(say: Callable[[], None]) -> None:
 
 
 def compile_all() -> None:
-    """Compile all of them, by grouping a few samples; ends with standard input."""
+    """Compile all of them; ends with standard input."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.disable()  # it takes a twentieth, for a process that lives for seconds
+    _group_a_few()
+
+
+def _group_a_few() -> None:
+    """Group a few samples, for which all kernels are needed."""
     limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
     group_balanced(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
 
