@@ -247,8 +247,9 @@ class TableSource(Source):
             values: dict[str, str] = {}
             for block in range(min(len(table.blocks(())), EXAMPLE_BLOCKS)):
                 missing = [column for column in unread if column not in values]
-                if missing:
-                    values |= examples(_rows_of(next(iter(table.batches([block], missing)))))
+                batches = table.batches([block], missing) if missing else ()
+                for batch in islice(batches, 1):  # none where the block has no row
+                    values |= examples(_rows_of(batch))
             return {column: values[column] for column in unread if column in values}
 
     def _streamed(self, name: str) -> Iterator[RawRecord]:

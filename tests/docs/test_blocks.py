@@ -22,31 +22,28 @@ from isobatch.loaders.online.config import PackingConfig
 from isobatch.packer.cli import app as packer_app
 from support import ROOT
 from support.pages.blocks import all_pages, blocks_of, commands_of
-from support.pages.runners import PAGE_COMMANDS, PAGE_PROGRAMS, RUN_BY_MARK, RUN_BY_PAGE
+from support.pages.runners import (
+    BUCKET_FRAGMENTS,
+    OTHERS,
+    PAGE_COMMANDS,
+    PAGE_FILES,
+    PAGE_FRAGMENTS,
+    PAGE_PROGRAMS,
+    RUN_BY_MARK,
+    RUN_BY_PAGE,
+)
 
 PARSED = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
-    "docs/install.md": 2,
-    "docs/load/evaluation_and_mixing.md": 2,
-    "docs/load/from_a_bucket.md": 4,
-    "docs/load/loss.md": 1,
-    "docs/load/metrics.md": 2,
-    "docs/load/options.md": 1,
-    "docs/load/own_samples.md": 2,
-    "docs/load/packed.md": 3,
-    "docs/load/quick_start.md": 1,
-    "docs/load/trainers/dataloader.md": 1,
-    "docs/load/trainers/hf_trainer.md": 2,
-    "docs/load/trainers/lightning.md": 1,
-    "docs/load/trainers/trl.md": 1,
+    "docs/install.md": 1,
+    "docs/load/from_a_bucket.md": 3,
+    "docs/load/packed.md": 1,
     "docs/load/trainers/verl.md": 1,
-    "docs/load/without_a_build.md": 3,
-    "docs/pack.md": 5,
-    "docs/plan.md": 3,
-    "docs/reference/input_formats.md": 1,
+    "docs/load/without_a_build.md": 1,
+    "docs/pack.md": 1,
     "docs/results/gpu.md": 1,
-    "docs/train.md": 11,
+    "docs/train.md": 8,
     "docs/tutorials/from_a_bucket.md": 2,
     "docs/tutorials/pipeline.md": 1,
 }
@@ -59,7 +56,13 @@ FOREIGN = {
     *("hf", "llamafactory-cli", "swift", "pre-commit"),
 }
 """Commands of others."""
-BEGINS = (*PAGE_COMMANDS, *PAGE_PROGRAMS)
+BEGINS = {
+    **dict.fromkeys((*PAGE_COMMANDS, *PAGE_PROGRAMS), "tests/docs/test_pages.py"),
+    **dict.fromkeys(
+        (*PAGE_FRAGMENTS, *PAGE_FILES, *BUCKET_FRAGMENTS), "tests/docs/test_fragments.py"
+    ),
+    **OTHERS,
+}
 
 
 def code_blocks():
@@ -74,8 +77,9 @@ def runner_of(block):
     for mark, runner in RUN_BY_MARK.items():
         if block.mark.startswith(mark):
             return runner
-    if any(block.page == page and block.code.startswith(begin) for page, begin in BEGINS):
-        return "tests/docs/test_pages.py"
+    for (page, begin), runner in BEGINS.items():
+        if block.page == page and block.code.startswith(begin):
+            return runner
     return None if block.mark else RUN_BY_PAGE.get(block.page)
 
 

@@ -9,42 +9,20 @@ import numpy as np
 import pytest
 import torch
 from datasets import load_dataset
-from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import isobatch
 from isobatch.packer.verify import require_intact, verify_build
 from isobatch.shards.manifest import read_manifest
-from support import ROOT
 from support.builds.packed import quiet
 from support.models.saved_folders import save_folder
-from support.pages.blocks import Block, blocks_of
+from support.pages.blocks import Block
+from support.pages.page_data import block, records
 from support.pages.readme_folder import readme_folder
 from support.pages.runners import PAGE_COMMANDS, PAGE_PROGRAMS
 from support.pages.tutorial import Tutorial
 
 MODEL = "path/to/Qwen2.5-VL-7B-Instruct"
-
-
-def block(page, begin):
-    """The block of a page that begins so."""
-    (found,) = (each for each in blocks_of(ROOT / page) if each.code.startswith(begin))
-    return found
-
-
-def records(folder, first, last):
-    """Pages of a document, with a picture each."""
-    (folder / "images").mkdir(exist_ok=True)
-    found = []
-    for number in range(first, last):
-        size = (100 + 37 * number % 200, 100 + 53 * number % 200)
-        Image.new("RGB", size, "white").save(folder / "images" / f"{number}.png")
-        turns = [
-            {"from": "human", "value": "<image>\nWhat is it?"},
-            {"from": "gpt", "value": "A page." + " It is nearly empty." * (number % 9)},
-        ]
-        found.append({"id": f"page-{number}", "image": f"{number}.png", "conversations": turns})
-    return found
 
 
 @pytest.fixture
@@ -64,7 +42,8 @@ def test_commands_of_pages(folder):
     (folder / "ids.txt").write_text("page-3\n")
     lengths = [{"vit_num": 1, "token_num": 300 + n} for n in range(50)]
     (folder / "lengths.json").write_text(json.dumps(lengths))
-    *first, changing, planning = [block(*command) for command in PAGE_COMMANDS]
+    commands = [block(*command) for command in PAGE_COMMANDS]
+    first, (changing, *after) = commands[:3], commands[3:]
     Tutorial(first, folder).follow()
     # another build of the same caps, for `merge`
     limits = read_manifest(folder / "packed").limits
@@ -74,7 +53,7 @@ def test_commands_of_pages(folder):
     Tutorial([Block("other", 1, "", "bash", f"{command} --out other/")], folder).follow()
     # the data of the page before is in the build already
     (folder / "new.json").write_text(json.dumps(records(folder, 48, 52)))
-    Tutorial([changing, planning], folder).follow()
+    Tutorial([changing, *after], folder).follow()
     require_intact(verify_build(folder / "packed", quiet(), workers=1))
 
 

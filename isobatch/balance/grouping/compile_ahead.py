@@ -50,7 +50,7 @@ def load() -> None:
     """Begin to load what is in the cache, beside what this process does next."""
     global _thread  # noqa: PLW0603
     if _thread is None and _process is None and are_compiled(KERNELS):
-        _thread = threading.Thread(target=_group_a_few, name="isobatch-kernels")
+        _thread = threading.Thread(target=_load_all, name="isobatch-kernels")
         _thread.start()
 
 
@@ -81,6 +81,11 @@ def compile_all() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.disable()  # it takes a twentieth, for a process that lives for seconds
     _group_a_few()
+
+
+def _load_all() -> None:
+    with suppress(Exception):  # the process ends, or grouping itself will say what is wrong
+        _group_a_few()
 
 
 def _group_a_few() -> None:

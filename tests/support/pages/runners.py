@@ -38,7 +38,10 @@ PAGE_COMMANDS = (
     ("docs/pack.md", "packer build --dataset annotations.json"),
     ("docs/is_it_for_you.md", "packer build --dataset annotations.json"),
     ("docs/changing.md", "packer add"),
+    ("docs/pack.md", "packer report packed/ --gpu"),
+    ("docs/install.md", "packer build"),
     ("docs/plan.md", "python -m engine plan packed/"),
+    ("docs/plan.md", "python -m engine plan --model internvit_6b_yi_34b --images"),
 )
 """Page, how its block begins; in the order in which one folder serves them all."""
 PAGE_PROGRAMS = (
@@ -55,3 +58,54 @@ PAGE_PROGRAMS = (
     ("docs/load/packed.md", "from isobatch.balance"),
 )
 """The same of Python, in one namespace."""
+PAGE_FRAGMENTS = (
+    ("docs/load/loss.md", "from isobatch import shift_labels"),
+    ("docs/load/metrics.md", "loader ="),
+    ("docs/load/metrics.md", "for step in loader"),
+    ("docs/load/own_samples.md", "from isobatch"),
+    ("docs/load/own_samples.md", "loader ="),
+    ("docs/load/packed.md", "from isobatch.loaders.batch.context_shards"),
+    ("docs/load/packed.md", "from isobatch.loaders.batch.context_images"),
+    ("docs/load/trainers/hf_trainer.md", "from isobatch"),
+    ("docs/load/trainers/hf_trainer.md", "BalancedTrainer("),
+    (
+        "docs/load/without_a_build.md",
+        "BalancedTrainer(\n    model=model, args=args, train_dataset=dataset, ",
+    ),
+    (
+        "docs/load/without_a_build.md",
+        "BalancedTrainer(\n    model=model, args=args, train_dataset=dataset,\n",
+    ),
+    ("docs/load/trainers/trl.md", "from isobatch"),
+    ("docs/load/trainers/lightning.md", "steps ="),
+    ("docs/load/trainers/dataloader.md", "from isobatch"),
+    ("docs/load/evaluation_and_mixing.md", "documents ="),
+    ("docs/load/options.md", "weights ="),
+    ("docs/plan.md", "from isobatch.engine import read_plan"),
+    ("docs/train.md", "model = AutoModel"),
+    ("docs/pack.md", "def function"),
+)
+"""Parts of programs: `tests/docs/test_fragments.py` says what stands for their names."""
+PAGE_FILES = (
+    ("docs/pack.md", "# mix.toml"),
+    ("docs/reference/input_formats.md", "[[datasets]]"),
+)
+"""Descriptions of datasets, which `tests/docs/test_fragments.py` packs."""
+BUCKET_FRAGMENTS = (
+    ("docs/load/from_a_bucket.md", "loader ="),
+    ("docs/load/evaluation_and_mixing.md", "urls ="),
+)
+"""Parts of programs that read a bucket."""
+MEASURED = "tests/engine/train/test_measure.py"
+RUN_ON_TWO = "torchrun --nproc-per-node 2 -m engine"
+OTHERS = {
+    ("docs/load/quick_start.md", "packer build"): ".ci/run",
+    ("docs/plan.md", "torchrun --nproc-per-node 2 -m engine measure"): MEASURED,
+    (
+        "docs/train.md",
+        f"{RUN_ON_TWO} train packed --plan plan/plan.json \\\n    --recompute",
+    ): MEASURED,
+    ("docs/train.md", f"{RUN_ON_TWO} train packed --plan measured/plan.json"): MEASURED,
+    ("docs/pack.md", "# mix.yaml"): "tests/packer/sources/trainers/test_metadataset.py",
+}
+"""Page, how its block begins -> what runs it."""
