@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT)]
 from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
 from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
 
+from isobatch.balance.baseline_samplers import pack_in_order  # noqa: E402
 from isobatch.balance.grouping.even_out import group_balanced  # noqa: E402
 from isobatch.balance.steps.step_planner import StepRequest  # noqa: E402
 from isobatch.common.types import Limits  # noqa: E402
@@ -44,13 +45,11 @@ from isobatch.engine.cost_model.loads import (  # noqa: E402
     packed_loads,
     sample_loads,
 )
-from isobatch.engine.simulator.evaluate import schedule_for  # noqa: E402
 from isobatch.engine.simulator.program import make_program  # noqa: E402
 from isobatch.engine.simulator.simulate import simulate  # noqa: E402
 from isobatch.engine.simulator.stages import stage_costs  # noqa: E402
 from isobatch.engine.tuning._order_search import lower_bound  # noqa: E402
 from isobatch.engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
-from isobatch.engine.tuning.pack import pack_in_order  # noqa: E402
 from isobatch.engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
 from isobatch.engine.tuning.step_planner import TunedSteps  # noqa: E402
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune  # noqa: E402
@@ -254,7 +253,7 @@ def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: Partitioned
         groups = pack_in_order(own[0].llm.tokens, limit)
         costs = pipeline.cost(packed_loads(own[0], groups))
         stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
-        schedule = schedule_for(pipeline.schedule, pipeline.borders, len(groups))
+        schedule = pipeline.make_schedule(len(groups))
         encoder = frozen_encoder(costs, pipeline.borders)
         rng = np.random.default_rng(0)
         orders = np.array([rng.permutation(len(groups)) for _ in range(MANY_ORDERS)])

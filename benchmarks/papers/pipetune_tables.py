@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.types import Groups, IntArray
 from isobatch.engine.cost_model.analytical import layer_costs
 from isobatch.engine.cost_model.loads import Loads, packed_loads, sample_loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
-from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune
 from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
@@ -107,7 +107,7 @@ def best_fixed(
 
 def _fixed_ns(pipeline: PartitionedModel, step: Loads, size: int) -> int:
     costs = pipeline.cost(packed_loads(step, _given(step, size)))
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, costs.num_micro_batches)
+    schedule = pipeline.make_schedule(costs.num_micro_batches)
     return evaluate(costs, pipeline.borders, pipeline.recompute, schedule).step_ns
 
 
@@ -172,7 +172,7 @@ def _fits(pipeline: PartitionedModel, size: int) -> bool:
     loads = Loads.constant(
         8, images=images, vit_tokens_per_image=SIGLIP_TOKENS, seq_len=size * MAX_SEQ_LEN
     )
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, len(loads))
+    schedule = pipeline.make_schedule(len(loads))
     assert pipeline.memory_bytes is not None
     return evaluate(pipeline.cost(loads), pipeline.borders, pipeline.recompute, schedule).fits(
         pipeline.memory_bytes

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
-from isobatch.engine.runtime.backward._detached_backward import BackwardHandle
-from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.backward import BackwardHandle, DeferredWeights
 from isobatch.engine.runtime.communication._p2p import P2PQueue
-from isobatch.engine.runtime.communication.collectives import all_reduce
+from isobatch.engine.runtime.communication.collectives import all_reduce, gather_objects
 from isobatch.engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from isobatch.engine.runtime.communication.process_groups import ProcessGroups
 from isobatch.engine.runtime.cpu_memory import uncounted
-from isobatch.engine.runtime.errors import LossNotFinite, is_out_of_memory, peer_errors
+from isobatch.engine.runtime.errors import LossNotFinite, is_out_of_memory
 from isobatch.engine.runtime.layer_rng import LayerRng, preserve_rng
 from isobatch.engine.runtime.stage_io import (
     LOSS,
@@ -419,9 +417,6 @@ def _of_all_replicas(
     if groups.replicas is None:
         return local_failures
     count = torch.tensor(len(local_failures), device=device)
-    failures: list[list[_Failure]] = [[] for _ in range(dist.get_world_size(groups.replicas))]
     all_reduce(count, groups.replicas)
-    if int(count):
-        with peer_errors(dist.get_process_group_ranks(groups.replicas)):
-            dist.all_gather_object(failures, local_failures, group=groups.replicas)
+    failures = gather_objects(local_failures, groups.replicas) if int(count) else []
     return [failure for replica in failures for failure in replica]

@@ -6,6 +6,7 @@ each (OmniBal 4.2); `evidence.json` has their times. The fastest becomes `plan.j
 recomputed layers as fit. Nothing is trained. Uses the build's first step that has images.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,7 +27,6 @@ from isobatch.engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
     TrialOptions,
     evidence,
-    write_evidence,
 )
 from isobatch.engine.runtime.stage_io import Batch
 from isobatch.engine.train.launch import is_first_rank
@@ -99,7 +99,8 @@ def _write(folder: Path, profile: Profile, measured: MeasuredPartitions, plan: P
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_profile(profile, folder / "profile.json")
-        write_evidence(measured, folder / "evidence.json")
+        text = json.dumps(evidence(measured), indent=1)
+        (folder / "evidence.json").write_text(text + "\n", "utf-8")
         write_plan(plan, folder / "plan.json")
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from None

@@ -17,8 +17,7 @@ import numpy as np
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
-from isobatch.engine.simulator.evaluate import schedule_for
-from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.schedule import Schedule, make_schedule
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning._order_search import search_clusters, search_swaps
 from isobatch.engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
@@ -58,8 +57,9 @@ class PartitionedModel:
 
     def make_schedule(self, num_micro_batches: int) -> Schedule:
         """The schedule of so many micro-batches."""
-        stages = self.borders, num_micro_batches, self.stages_per_rank
-        return schedule_for(self.schedule, *stages, self.deferred)
+        per_rank = self.stages_per_rank
+        num_ranks = (len(self.borders) - 1) // per_rank
+        return make_schedule(self.schedule, num_ranks, num_micro_batches, per_rank, self.deferred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +112,6 @@ class TuneResult:
     step: EncodedStep
     """Its schedule, costs and timeline."""
     breakdown: Breakdown
-    fits_untuned: bool
-    """Whether the given micro-batches fit into memory."""
     num_simulated: int
     """Number of orders that were simulated."""
 
@@ -166,9 +164,7 @@ def tune(
         )
     untuned, same_size, others = _candidates(samples, micro_batches, pipeline, options)
     plain = _as_given(untuned)
-    steps = _fitting([plain], pipeline)
-    fits_untuned = bool(steps)
-    steps += _fitting([_as_given(one) for one in same_size], pipeline)
+    steps = _fitting([plain, *(_as_given(one) for one in same_size)], pipeline)
     balanced_ns = _best_ns(steps, plain)
     steps += _search([untuned], pipeline, options) + _search(same_size, pipeline, options)
     reordered_ns = _best_ns(steps, plain)
@@ -186,7 +182,6 @@ def tune(
             reordered_ns=reordered_ns,
             resized_ns=best.step_ns,
         ),
-        fits_untuned=fits_untuned,
         num_simulated=len(others) + sum(one.num_simulated for one in steps),
     )
 

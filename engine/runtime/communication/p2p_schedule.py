@@ -11,10 +11,9 @@ import numpy as np
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.runtime.communication.process_groups import Pair
-from isobatch.engine.simulator.program import Encodings, Program, make_program
+from isobatch.engine.simulator.program import Program
 from isobatch.engine.simulator.schedule import PassKind, Schedule
-from isobatch.engine.simulator.simulate import Timeline, simulate
-from isobatch.engine.simulator.stages import StageCosts
+from isobatch.engine.simulator.simulate import Timeline, equal_passes
 
 
 class Message(NamedTuple):
@@ -51,13 +50,10 @@ def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: in
     ConfigError if an action is missing or not on its stage's rank; Deadlock if they cannot all run.
     """
     _check(schedule)
-    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    stages = StageCosts.of_times(ones, ones, ones, np.array(sends_grad))
-    encodings = Encodings(forward_ns=ones[0], send_ns=np.zeros_like(ones[0]))
-    program = make_program(schedule, stages, encodings)
-    timeline = simulate(program)
+    timeline = equal_passes(schedule, sends_grad)
+    program = timeline.program
     # what a stage keeps from its own forward pass is no message; features encoded ahead are
-    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    sources = program.edge_sources
     between = schedule.stages[sources] != schedule.stages[program.edge_targets]
     between |= schedule.kinds[sources] == PassKind.ENCODE
     p2p = P2PSchedule(program=program, incoming={}, outgoing={}, ahead={}, messages={})

@@ -8,17 +8,18 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.loads import packed_loads
-from isobatch.engine.simulator.evaluate import evaluate, memory_of, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate, memory_of
 from isobatch.engine.simulator.program import Encodings, make_program
 from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.simulator.simulate import simulate
 from isobatch.engine.simulator.stages import stage_costs
-from isobatch.engine.tuning.pack import pack_in_order
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
 from support.cases import draws, for_each
 from support.costs.linear_costs import LinearModel, as_groups, even_borders, mixed_samples
+from support.costs.random_costs import schedule_for
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
 LENGTH = 8192
