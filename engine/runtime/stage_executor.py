@@ -19,9 +19,8 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
 from isobatch.engine.runtime.backward import BackwardHandle, DeferredWeights
-from isobatch.engine.runtime.communication._p2p import P2PQueue
 from isobatch.engine.runtime.communication.collectives import all_reduce, gather_objects
-from isobatch.engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
+from isobatch.engine.runtime.communication.p2p import Message, P2PQueue, make_p2p_schedule
 from isobatch.engine.runtime.communication.process_groups import ProcessGroups
 from isobatch.engine.runtime.cpu_memory import uncounted
 from isobatch.engine.runtime.errors import LossNotFinite, is_out_of_memory

@@ -29,7 +29,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.engine.train.dry_run import dry_run
 from isobatch.engine.train.launch import is_first_process, join_ranks
 from isobatch.engine.train.measure import measure
-from isobatch.engine.train.options.config import MeasureConfig, RunConfig, TrainConfig
+from isobatch.engine.train.options import MeasureConfig, RunConfig, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, is_mine_to_print
 from isobatch.engine.train.step_source import OpenSource
 from isobatch.engine.train.trainer import train

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.train.options.config import RunConfig
+from isobatch.engine.train.options import RunConfig
 
 
 def join_ranks(config: RunConfig) -> torch.device:

@@ -31,7 +31,7 @@ from isobatch.engine.runtime.profiling.partition_trials import (
 from isobatch.engine.runtime.stage_io import Batch
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.models.open_model import open_model
-from isobatch.engine.train.options.config import MeasureConfig
+from isobatch.engine.train.options import MeasureConfig
 from isobatch.engine.train.step_source import OpenSource, StepSource, source_options
 from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import ModelPreset

@@ -45,8 +45,7 @@ from isobatch.engine.train.models.lora import (
 )
 from isobatch.engine.train.models.open_model import TINY, PipelineModel, open_model
 from isobatch.engine.train.optimizer import LrFactor, lr_factor, make_optimizer, set_lr
-from isobatch.engine.train.options.config import TrainConfig
-from isobatch.engine.train.options.lora_options import PARTS
+from isobatch.engine.train.options import PARTS, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, StopSignal
 from isobatch.engine.train.step_source import (
     OpenSource,

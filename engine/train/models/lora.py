@@ -17,7 +17,7 @@ from isobatch.engine.runtime.layer_rng import LayerRng, preserve_rng
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import set_values
 from isobatch.engine.train.models.open_model import PipelineModel
-from isobatch.engine.train.options.lora_options import ALL_LINEAR, LoraOptions
+from isobatch.engine.train.options import ALL_LINEAR, LoraOptions
 
 CPU = torch.device("cpu")
 ADAPTER = ".lora_"

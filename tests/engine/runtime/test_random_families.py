@@ -22,7 +22,7 @@ from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.simulator.schedule import SCHEDULES, most_deferred, takes_several_stages
 from isobatch.engine.train.models.lora import add_adapters
-from isobatch.engine.train.options.lora_options import PARTS, LoraOptions
+from isobatch.engine.train.options import PARTS, LoraOptions
 from support.models.family_models import FAMILIES, make_family_batch, make_family_model
 from support.models.tiny_models import make_batch, make_model
 from support.rank_programs.rank_cases import reduced_gradient

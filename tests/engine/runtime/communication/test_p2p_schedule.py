@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule
+from isobatch.engine.runtime.communication.p2p import make_p2p_schedule
 from isobatch.engine.simulator.schedule import SCHEDULES, Action, PassKind, Schedule, make_schedule
 from isobatch.engine.simulator.simulate import Deadlock
 from support.cases import for_each
