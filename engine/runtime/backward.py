@@ -1,4 +1,6 @@
-"""Backward passes through a stage: `BackwardHandle`, and weights' later: `DeferredWeights`.
+"""Backward passes through a stage: both gradients at once, or weights' later.
+
+`BackwardHandle` starts a pass, `DeferredWeights` puts off weight gradients.
 
 Autograd needs from an output only the place in the graph where its gradient enters. So while later
 stages run, a micro-batch in flight does not keep its outputs; the sender releases them.
