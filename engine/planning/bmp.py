@@ -136,23 +136,19 @@ def rank_candidates(
     begun: _Beginnings = {0: [(0.0, (0,))]}
     windows = [range(border - radius, border + radius + 1) for border in anchor[1:-1].tolist()]
     for ends in [*windows, range(costs.num_layers, costs.num_layers + 1)]:
-        begun = _extend(begun, ends, ranking, max_count)
+        # the best partitions with one more stage, by its end
+        longer = {}
+        for end in range(ends.start, min(ends.stop, costs.num_layers + 1)):
+            partitions = []
+            for start, best in begun.items():
+                if start < end:
+                    part = ranking.part(start, end)
+                    partitions += [(metric + part, (*borders, end)) for metric, borders in best]
+            if partitions:
+                longer[end] = heapq.nsmallest(max_count, partitions)
+        begun = longer
     best = begun.get(costs.num_layers, [])
     return [candidate(costs, np.array(borders)) for _, borders in best]
-
-
-def _extend(begun: _Beginnings, ends: range, ranking: "_Ranking", max_count: int) -> _Beginnings:
-    """The best partitions with one more stage, by its end."""
-    longer = {}
-    for end in range(ends.start, min(ends.stop, len(ranking.running_ms))):
-        partitions = []
-        for start, best in begun.items():
-            if start < end:
-                part = ranking.part(start, end)
-                partitions += [(metric + part, (*borders, end)) for metric, borders in best]
-        if partitions:
-            longer[end] = heapq.nsmallest(max_count, partitions)
-    return longer
 
 
 class _Ranking:
