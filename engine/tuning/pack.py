@@ -1,4 +1,4 @@
-"""Packings of a step's samples into micro-batches, and clusters of micro-batches. Pure.
+"""Packings of a step's samples into micro-batches, and clusters of these. Pure.
 
 PipeTune packs a step's samples (128) into micro-batches of at most L_max = micro-batch size x
 max_seq_len tokens and even FLOPs, for each micro-batch size that fits into memory. Here a sample's
