@@ -34,7 +34,15 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
-from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
+from papers.pipetune_tables import (  # noqa: E402
+    MAX_SEQ_LEN,
+    OURS,
+    PIPETUNES,
+    ingredients,
+    make_pipeline,
+    most_that_fits,
+    savings,
+)
 
 from isobatch.balance.baseline_samplers import pack_in_order  # noqa: E402
 from isobatch.balance.grouping.even_out import group_balanced  # noqa: E402
@@ -122,6 +130,10 @@ def show_tuner(
     for batch, own in steps.items():
         for name, search in SEARCHES.items():
             tuned, times = timed(own, limit, pipeline, search, options.rounds)
+            parts = [
+                ingredients(step, pack_in_order(step.llm.tokens, limit), pipeline, search)
+                for step in own
+            ]
             fast &= max(times) <= PAPER_S.get(batch, float("inf"))
             paper = f"< {1e3 * PAPER_S[batch]:,.0f}" if batch in PAPER_S else "-"
             table.add_row(
@@ -130,7 +142,7 @@ def show_tuner(
                 f"{1e3 * np.median(times):.1f}",
                 f"{1e3 * max(times):.1f}",
                 paper,
-                *(f"{share:.1%}" for share in savings(tuned)),
+                *(f"{share:.1%}" for share in savings(parts)),
                 f"{np.mean([each.num_simulated for each in tuned]):,.0f}",
                 f"{np.mean([len(each.groups) for each in tuned]):.0f}",
             )
@@ -156,17 +168,6 @@ def timed(
             tune(samples, own, pipeline, search)
             best[place] = min(best[place], time.perf_counter() - started)
     return tuned, best
-
-
-def savings(tuned: list[TuneResult]) -> list[float]:
-    """Share of the untuned time that is saved with each ingredient and those before."""
-    parts = np.array(
-        [
-            (own.untuned_ns, own.balanced_ns, own.reordered_ns, own.resized_ns)
-            for own in (each.breakdown for each in tuned)
-        ]
-    ).sum(axis=0)
-    return [float(share) for share in 1 - parts[1:] / parts[0]]
 
 
 def show_replicas(limit: int, pipeline: PartitionedModel, options: argparse.Namespace) -> bool:

@@ -86,15 +86,6 @@ class RankLayers:
         return (*(self.has_gradient(cut) for cut in self.borders[1:-1]), False)
 
 
-@dataclass(frozen=True, slots=True)
-class _ForwardState:
-    """What a forward pass leaves for the backward pass."""
-
-    inputs: StageTensors
-    handle: BackwardHandle | None
-    """Start of the backward pass; None if no output has a gradient."""
-
-
 class StageExecutor:
     """A step in progress."""
 
@@ -118,8 +109,8 @@ class StageExecutor:
         self._p2p = make_p2p_schedule(schedule, local.sends_grad, groups.rank)
         is_ahead = schedule.kinds == PassKind.ENCODE
         self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
-        # by stage and micro-batch
-        self._forwarded: dict[tuple[int, int], _ForwardState] = {}
+        # by stage and micro-batch: the inputs, and the backward pass if an output has a gradient
+        self._forwarded: dict[tuple[int, int], tuple[StageTensors, BackwardHandle | None]] = {}
         is_apart = schedule.kinds == PassKind.WEIGHT_GRAD
         apart = schedule.stages[is_apart].tolist(), schedule.micro_batches[is_apart].tolist()
         self._deferred = {key: DeferredWeights() for key in zip(*apart, strict=True)}
@@ -238,7 +229,7 @@ class StageExecutor:
             differentiable = [name for name, spec in specs.items() if spec.differentiable]
         outputs = {name: tensors[name] for name in differentiable if tensors[name].requires_grad}
         handle = BackwardHandle(outputs) if outputs else None
-        self._forwarded[action.stage, number] = _ForwardState(inputs, handle)
+        self._forwarded[action.stage, number] = inputs, handle
         return tensors
 
     def _run_layer(
@@ -284,12 +275,12 @@ class StageExecutor:
 
     def _backward(self, action: Action, received: StageTensors) -> StageTensors:
         """Add to gradients of a stage's weights, but for deferred ones; -> those of its inputs."""
-        state = self._forwarded.pop((action.stage, action.micro_batch))
+        inputs, handle = self._forwarded.pop((action.stage, action.micro_batch))
         if action.stage == self._schedule.num_stages - 1:
             received = {LOSS: torch.ones((), device=self._local.device)}
-        leaves = {name: tensor for name, tensor in state.inputs.items() if tensor.requires_grad}
-        if state.handle is not None:
-            state.handle.backward(received)
+        leaves = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        if handle is not None:
+            handle.backward(received)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in leaves.items()
