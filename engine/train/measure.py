@@ -25,7 +25,6 @@ from isobatch.engine.runtime.pipeline import PipelineOptions
 from isobatch.engine.runtime.profiling.measure_plan import choose_plan, profile_step
 from isobatch.engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
-    TrialOptions,
     evidence,
 )
 from isobatch.engine.runtime.stage_io import Batch
@@ -74,8 +73,7 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     of_images, of_videos = source.image_token_id, source.video_token_id
     tokens = [of_images] if of_videos is None else [of_images, of_videos]
     profile = profile_step(model.stack, request, batches, tokens, options)
-    trials = TrialOptions(most_run=config.most_run)
-    measured, plan = choose_plan(model.stack, request, profile, batches, options, trials)
+    measured, plan = choose_plan(model.stack, request, profile, batches, options, config.most_run)
     if is_first_rank():
         _write(config.out, profile, measured, plan)
         print(_text(profile, measured, model.names))

@@ -24,6 +24,7 @@ from isobatch.engine.cost_model.costs import MEMORY
 from isobatch.engine.cost_model.layer_list import layers_of, phases_of
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.profile_table import PHASES, Profile, measured_costs, profiled_costs
+from isobatch.engine.planning.bmp import MOST_RUN
 from isobatch.engine.planning.partition import even_partition
 from isobatch.engine.planning.plan import Plan, PlanRequest
 from isobatch.engine.planning.planner import plan_from_profile
@@ -37,7 +38,6 @@ from isobatch.engine.runtime.profiling.measure_layers import (
 )
 from isobatch.engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
-    TrialOptions,
     TrialStep,
     measure_partitions,
     temporary_pipelines,
@@ -85,7 +85,7 @@ def choose_plan(
     profile: Profile,
     batches: Sequence[Batch],
     options: PipelineOptions,
-    trials: TrialOptions | None = None,
+    most_run: int = MOST_RUN,
 ) -> tuple[MeasuredPartitions, Plan]:
     """Run the partitions that rank best by `profile`; -> the trials, and the fastest as a plan.
 
@@ -110,7 +110,7 @@ def choose_plan(
         options=options,
         recompute=recompute,
     )
-    measured = measure_partitions(model, costs, step, trials)
+    measured = measure_partitions(model, costs, step, most_run=most_run)
     borders = measured.bmp.best.borders
     return measured, plan_from_profile(request, profile, borders, recompute(borders), places)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.common.errors import IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
@@ -30,22 +30,10 @@ from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_io import Batch, LayerStack, set_values
 from isobatch.engine.simulator.evaluate import evaluate
 
+NUM_STEPS = 3
+"""Steps of a trial that count (OmniBal 5.2); one more runs before them."""
 Recompute = Callable[[IntArray], NDArray[np.bool_]]
 """borders -> which layers are recomputed; may raise InfeasiblePlan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialOptions:
-    """Options of the trials."""
-
-    steps: int = 3
-    """Steps that count (OmniBal 5.2); one more runs before them."""
-    radius: int = RADIUS
-    most_run: int = MOST_RUN
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"trials of {self.steps} steps; give at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +75,13 @@ class MeasuredPartitions:
 
 
 def measure_partitions(
-    model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions | None = None
+    model: LayerStack,
+    costs: Costs,
+    step: TrialStep,
+    *,
+    num_steps: int = NUM_STEPS,
+    radius: int = RADIUS,
+    most_run: int = MOST_RUN,
 ) -> MeasuredPartitions:
     """The fastest of the best-ranked partitions, by running them; the same on all ranks.
 
@@ -95,12 +89,9 @@ def measure_partitions(
     back. `costs`: of the first replica's micro-batches; those of rank 0 count. A partition that
     runs out of memory does not count; InfeasiblePlan if all do. ConfigError as `Pipeline`.
     """
-    options = options or TrialOptions()
-    trials = _Trials(model, broadcast(costs), step, options.steps)
+    trials = _Trials(model, broadcast(costs), step, num_steps)
     num_stages = len(step.pipelines[0]) * step.options.stages_per_rank
-    bmp = search_bmp(
-        trials.costs, num_stages, trials.try_out, radius=options.radius, most_run=options.most_run
-    )
+    bmp = search_bmp(trials.costs, num_stages, trials.try_out, radius=radius, most_run=most_run)
     return MeasuredPartitions(bmp=bmp, trials=tuple(trials.done))
 
 
