@@ -40,10 +40,8 @@ class PartitionCandidate:
     """VAR(fwd_time), eq. 4, of a mean micro-batch: a sum over stages, not a mean."""
     comm_bytes: int
     """SUM(comm), eq. 5: activations of a mean micro-batch that cross the cuts, in bytes."""
-    comm_ms: float
-    """Time of sending them and their gradients."""
     metric_ms: float
-    """VAR divided by the stages' mean time, plus `comm_ms`."""
+    """VAR divided by the stages' mean time, plus that of sending those and their gradients."""
     step_ns: int | None = None
     """Time of the step; None if it does not fit into memory, or was not run."""
 
@@ -107,12 +105,10 @@ def candidate(costs: Costs, borders: IntArray) -> PartitionCandidate:
     """A partition with its metric."""
     ranking = _Ranking(costs, len(borders) - 1)
     stage_ms, cuts = np.diff(ranking.running_ms[borders]), np.asarray(borders[1:-1]) - 1
-    comm_ms = float(ranking.comm_ms[cuts].sum())
     return PartitionCandidate(
         borders=np.asarray(borders),
         variance_ms2=float(((stage_ms - ranking.mean_ms) ** 2).sum()),
         comm_bytes=int(costs.sent_bytes[cuts].mean(axis=1).sum()),
-        comm_ms=comm_ms,
         metric_ms=sum(
             ranking.part(start, end) for start, end in pairwise(np.asarray(borders).tolist())
         ),
