@@ -27,7 +27,7 @@ from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
 from isobatch.engine.planning.search.partition_search import SearchResult, search_partition
 from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
-from isobatch.engine.simulator.schedule import SCHEDULES, most_deferred, takes_several_stages
+from isobatch.engine.simulator.schedule import INTERLEAVED, SCHEDULES, most_deferred
 
 FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,
@@ -368,7 +368,7 @@ def candidates(request: PlanRequest) -> list[tuple[str, int]]:
     max_stages = min(MOST_STAGES_PER_RANK, len(layers_of(request.model, request.parallel)) // ranks)
     schedules = []
     for name in SCHEDULES:
-        counts = range(2, max_stages + 1) if takes_several_stages(name) else range(1, 2)
+        counts = range(2, max_stages + 1) if name in INTERLEAVED else range(1, 2)
         schedules += [(name, count) for count in counts if name != "gpipe"]
     return schedules
 

@@ -23,6 +23,18 @@ import numpy as np
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 
+_DEFERRED_PER_RANK = {"zero_bubble": 1, "interleaved_zero_bubble": 2}
+"""Weight gradients that a rank holds back more than the one before it.
+
+Interleaved, a rank's last input gradients wait for r later ones of other ranks. Those take longer
+than weight gradients do (attention and recomputation are in them), so r of these would not fill the
+time: with 4 ranks of 3 stages, 8 micro-batches, and passes in the ratio 1 : 1.3 : .7, ranks wait
+4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
+"""
+INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
+"""Schedules of several stages per rank."""
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble", *INTERLEAVED)
+
 
 class PassKind(IntEnum):
     """Kind of an action's pass."""
@@ -129,7 +141,7 @@ def _schedule(
 ) -> Schedule:
     if name == "gpipe":
         actions = _gpipe(num_ranks, num_micro_batches)
-    elif name in _OF_SEVERAL_STAGES:
+    elif name in INTERLEAVED:
         actions = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
     else:
         actions = _one_f_one_b(num_ranks, num_micro_batches)
@@ -242,31 +254,10 @@ def make_schedule(
                 f"deferred is {list(deferred)}; on {num_ranks} ranks {name} holds back at most "
                 f"{list(most)} weight gradients"
             )
-    if stages_per_rank != 1 and name not in _OF_SEVERAL_STAGES:
-        several = " or ".join(repr(schedule) for schedule in _OF_SEVERAL_STAGES)
+    if stages_per_rank != 1 and name not in INTERLEAVED:
+        several = " or ".join(repr(schedule) for schedule in INTERLEAVED)
         raise ConfigError(
             f"{name} runs one stage per rank, not {stages_per_rank}; use schedule {several}"
         )
     limits = most if deferred is None else tuple(deferred)
     return _schedule(name, num_ranks, num_micro_batches, stages_per_rank, limits)
-
-
-def takes_several_stages(name: str) -> bool:
-    """Whether a schedule is for several stages per rank.
-
-    >>> takes_several_stages("interleaved"), takes_several_stages("1f1b")
-    (True, False)
-    """
-    return name in _OF_SEVERAL_STAGES
-
-
-_DEFERRED_PER_RANK = {"zero_bubble": 1, "interleaved_zero_bubble": 2}
-"""Weight gradients that a rank holds back more than the one before it.
-
-Interleaved, a rank's last input gradients wait for r later ones of other ranks. Those take longer
-than weight gradients do (attention and recomputation are in them), so r of these would not fill the
-time: with 4 ranks of 3 stages, 8 micro-batches, and passes in the ratio 1 : 1.3 : .7, ranks wait
-4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
-"""
-_OF_SEVERAL_STAGES = ("interleaved", "interleaved_zero_bubble")
-SCHEDULES = ("1f1b", "gpipe", "zero_bubble", *_OF_SEVERAL_STAGES)

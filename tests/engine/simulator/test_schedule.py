@@ -6,6 +6,7 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.simulator.schedule import (
+    INTERLEAVED,
     SCHEDULES,
     Action,
     PassKind,
@@ -14,7 +15,6 @@ from isobatch.engine.simulator.schedule import (
 )
 from support.cases import for_each
 
-INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (4, 2), (4, 4), (4, 9), (7, 5)]
 
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from isobatch.engine.simulator.program import make_program
-from isobatch.engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
+from isobatch.engine.simulator.schedule import (
+    INTERLEAVED,
+    Action,
+    PassKind,
+    Schedule,
+    make_schedule,
+)
 from isobatch.engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
 from support.cases import draws, for_each
 from support.costs.random_steps import (
@@ -20,8 +26,6 @@ from support.costs.random_steps import (
     random_stages,
 )
 from support.oracles.simulation_oracle import Pipeline, StandstillError
-
-INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 
 
 def random_case(seed):
