@@ -33,17 +33,16 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from isobatch.common.types import IntArray  # noqa: E402
-from isobatch.engine.cost_model.costs import Costs  # noqa: E402
-from isobatch.engine.planning.bmp import search_bmp_within  # noqa: E402
+from isobatch.engine.planning.bmp import greedy_anchor, search_bmp  # noqa: E402
 from isobatch.engine.planning.partition import METHODS, by_step_time  # noqa: E402
-from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
+from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute  # noqa: E402
 from isobatch.engine.planning.search.limits import SearchLimits  # noqa: E402
 from isobatch.engine.planning.search.partition_search import (  # noqa: E402
     SearchResult,
     search_partition,
 )
 from isobatch.engine.simulator.evaluate import evaluate  # noqa: E402
-from isobatch.engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
+from isobatch.engine.simulator.schedule import make_schedule  # noqa: E402
 from support.costs.random_costs import vlm  # noqa: E402
 
 MARGIN_S = 2.0
@@ -155,18 +154,26 @@ def measure(case: Case, rounds: int) -> Row:
         return search_partition(costs, schedule, memory, limits)
 
     search_s, found = least_s(search, rounds)
-    bmp_s, bmp = least_s(lambda: search_bmp_within(costs, schedule, memory), rounds)
+
+    def step_ns(borders: IntArray) -> int:
+        recompute = choose_recompute(costs, borders, schedule, memory)
+        return evaluate(costs, borders, recompute, schedule).step_ns
+
+    def bmp() -> IntArray:
+        try:
+            return search_bmp(costs, case.stages, step_ns).best.borders
+        except InfeasiblePlan:
+            return greedy_anchor(costs, case.stages)  # which does not fit either
+
+    bmp_s, bmp_borders = least_s(bmp, rounds)
     recompute_s, _ = least_s(
         lambda: choose_recompute(costs, found.borders, schedule, memory), rounds
     )
     partitions = {name: method(costs, case.stages) for name, method in METHODS.items()} | {
-        "BMP": bmp.best.borders
+        "BMP": bmp_borders
     }
     return Row(
-        over={
-            name: over(costs, schedule, memory, borders, found)
-            for name, borders in partitions.items()
-        },
+        over={name: over(step_ns, borders, found) for name, borders in partitions.items()},
         bmp_s=bmp_s,
         recompute_s=recompute_s,
         search_s=search_s,
@@ -175,11 +182,11 @@ def measure(case: Case, rounds: int) -> Row:
 
 
 def over(
-    costs: Costs, schedule: Schedule, memory: int, borders: IntArray, found: SearchResult
+    step_ns: Callable[[IntArray], int], borders: IntArray, found: SearchResult
 ) -> float | None:
     """How much slower a partition is than the one found; None if it does not fit."""
     try:
-        return fitted_step(costs, schedule, memory)(borders) / found.step_ns - 1
+        return step_ns(borders) / found.step_ns - 1
     except InfeasiblePlan:
         return None
 

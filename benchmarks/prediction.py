@@ -37,7 +37,7 @@ from isobatch.engine.cost_model.parallel import Parallelism
 from isobatch.engine.planning.bmp import RADIUS, greedy_anchor, rank_candidates
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
 APART = 0.03
@@ -146,7 +146,7 @@ def stand_in(stages: int, num_steps: int, rounds: int) -> list[Row]:
     pipelines, predicted = [], []
     for borders in found.values():
         outcomes = [
-            evaluate(own, borders, nothing, one_f_one_b(stages, own.num_micro_batches))
+            evaluate(own, borders, nothing, make_schedule("1f1b", stages, own.num_micro_batches))
             for own in costs
         ]
         predicted.append(sum(one.step_ns for one in outcomes) / 1e9)

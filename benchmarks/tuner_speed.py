@@ -34,8 +34,17 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
-from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
+from papers.pipetune_tables import (  # noqa: E402
+    MAX_SEQ_LEN,
+    OURS,
+    PIPETUNES,
+    ingredients,
+    make_pipeline,
+    most_that_fits,
+    savings,
+)
 
+from isobatch.balance.baseline_samplers import pack_in_order  # noqa: E402
 from isobatch.balance.grouping.even_out import group_balanced  # noqa: E402
 from isobatch.balance.steps.step_planner import StepRequest  # noqa: E402
 from isobatch.common.types import Limits  # noqa: E402
@@ -44,13 +53,11 @@ from isobatch.engine.cost_model.loads import (  # noqa: E402
     packed_loads,
     sample_loads,
 )
-from isobatch.engine.simulator.evaluate import schedule_for  # noqa: E402
 from isobatch.engine.simulator.program import make_program  # noqa: E402
 from isobatch.engine.simulator.simulate import simulate  # noqa: E402
 from isobatch.engine.simulator.stages import stage_costs  # noqa: E402
 from isobatch.engine.tuning._order_search import lower_bound  # noqa: E402
 from isobatch.engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
-from isobatch.engine.tuning.pack import pack_in_order  # noqa: E402
 from isobatch.engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
 from isobatch.engine.tuning.step_planner import TunedSteps  # noqa: E402
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune  # noqa: E402
@@ -123,6 +130,10 @@ def show_tuner(
     for batch, own in steps.items():
         for name, search in SEARCHES.items():
             tuned, times = timed(own, limit, pipeline, search, options.rounds)
+            parts = [
+                ingredients(step, pack_in_order(step.llm.tokens, limit), pipeline, search)
+                for step in own
+            ]
             fast &= max(times) <= PAPER_S.get(batch, float("inf"))
             paper = f"< {1e3 * PAPER_S[batch]:,.0f}" if batch in PAPER_S else "-"
             table.add_row(
@@ -131,7 +142,7 @@ def show_tuner(
                 f"{1e3 * np.median(times):.1f}",
                 f"{1e3 * max(times):.1f}",
                 paper,
-                *(f"{share:.1%}" for share in savings(tuned)),
+                *(f"{share:.1%}" for share in savings(parts)),
                 f"{np.mean([each.num_simulated for each in tuned]):,.0f}",
                 f"{np.mean([len(each.groups) for each in tuned]):.0f}",
             )
@@ -157,17 +168,6 @@ def timed(
             tune(samples, own, pipeline, search)
             best[place] = min(best[place], time.perf_counter() - started)
     return tuned, best
-
-
-def savings(tuned: list[TuneResult]) -> list[float]:
-    """Share of the untuned time that is saved with each ingredient and those before."""
-    parts = np.array(
-        [
-            (own.untuned_ns, own.balanced_ns, own.reordered_ns, own.resized_ns)
-            for own in (each.breakdown for each in tuned)
-        ]
-    ).sum(axis=0)
-    return [float(share) for share in 1 - parts[1:] / parts[0]]
 
 
 def show_replicas(limit: int, pipeline: PartitionedModel, options: argparse.Namespace) -> bool:
@@ -254,7 +254,7 @@ def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: Partitioned
         groups = pack_in_order(own[0].llm.tokens, limit)
         costs = pipeline.cost(packed_loads(own[0], groups))
         stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
-        schedule = schedule_for(pipeline.schedule, pipeline.borders, len(groups))
+        schedule = pipeline.make_schedule(len(groups))
         encoder = frozen_encoder(costs, pipeline.borders)
         rng = np.random.default_rng(0)
         orders = np.array([rng.permutation(len(groups)) for _ in range(MANY_ORDERS)])

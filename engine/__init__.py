@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from isobatch.engine.simulator.schedule import Schedule as Schedule
     from isobatch.engine.simulator.schedule import make_schedule as make_schedule
     from isobatch.engine.train.models.open_model import open_model as open_model
-    from isobatch.engine.tuning.repack import cluster_costs as cluster_costs
-    from isobatch.engine.tuning.repack import cluster_orders as cluster_orders
-    from isobatch.engine.tuning.repack import pack_balanced as pack_balanced
+    from isobatch.engine.tuning.pack import cluster_costs as cluster_costs
+    from isobatch.engine.tuning.pack import cluster_orders as cluster_orders
+    from isobatch.engine.tuning.pack import pack_balanced as pack_balanced
     from isobatch.engine.tuning.step_planner import TunedSteps as TunedSteps
     from isobatch.engine.tuning.tune import PartitionedModel as PartitionedModel
     from isobatch.engine.tuning.tune import TuneOptions as TuneOptions

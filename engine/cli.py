@@ -31,8 +31,7 @@ from isobatch.engine.plan_report import (
 )
 from isobatch.engine.planning import planner
 from isobatch.engine.planning.plan import read_plan, write_plan
-from isobatch.engine.planning.planner import SimulatedRun
-from isobatch.engine.planning.schedule_choice import ScheduleTrial, plan_best_schedule
+from isobatch.engine.planning.planner import ScheduleTrial, SimulatedRun, plan_best_schedule
 from isobatch.engine.planning.search.limits import SearchLimits
 from isobatch.engine.planning.trainers.plan_for import TrainerPlan, plan_for
 from isobatch.engine.planning.trainers.settings import FILES, settings_text
@@ -82,11 +81,9 @@ def plan(
         trials: tuple[ScheduleTrial, ...] = ()
         free_limits = limits if options.trainer is None else limits.part(FREE_SHARE)
         if options.schedule == BEST:
-            result, trials = plan_best_schedule(
-                request, search=options.search, random=random, limits=free_limits
-            )
+            result, trials = plan_best_schedule(request, random=random, limits=free_limits)
         else:
-            result = planner.plan(request, search=options.search, random=random, limits=free_limits)
+            result = planner.plan(request, random=random, limits=free_limits)
         planned: TrainerPlan | None = None
         if options.trainer is not None:
             is_any = options.schedule == BEST

@@ -111,10 +111,6 @@ class PlanConfig:
     frozen: Annotated[
         tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
-    search: Annotated[
-        Literal["local", "bmp"],
-        Option("local: small moves from many partitions; bmp: OmniBal's search. Default: local."),
-    ] = "local"
     time_limit: Annotated[
         float,
         Option("Seconds after which the search ends with its best. Default: 30.", min=0),

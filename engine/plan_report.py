@@ -14,8 +14,12 @@ from isobatch.engine.charts.trace import TraceStep, path_parts
 from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.parallel import head_notes
 from isobatch.engine.planning.plan import Plan
-from isobatch.engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
-from isobatch.engine.planning.schedule_choice import ScheduleTrial
+from isobatch.engine.planning.planner import (
+    PlanResult,
+    ScheduleTrial,
+    SimulatedRun,
+    tensor_parallel_ns,
+)
 from isobatch.engine.simulator.schedule import PassKind
 
 GIB = 2**30

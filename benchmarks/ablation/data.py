@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from papers.datasets import counts_of
 
-from isobatch.balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
+from isobatch.balance.baseline_samplers import BATCH_SIZE, as_groups, pack_in_order, random_batches
 from isobatch.balance.grouping.even_out import group_balanced
 from isobatch.balance.metrics import longest
 from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.types import Counts, Groups, IntArray, Limits
 from isobatch.engine.cost_model.loads import Loads, PhaseLoads
-from isobatch.engine.tuning.pack import pack_in_order
 
 Steps = tuple[tuple[Groups, ...], ...]
 """[step][replica]: micro-batches of samples, in the order in which they enter."""

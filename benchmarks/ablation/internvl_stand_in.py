@@ -26,7 +26,7 @@ from isobatch.engine.planning.partition import METHODS
 from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import Schedule, one_f_one_b
+from isobatch.engine.simulator.schedule import Schedule, make_schedule
 from isobatch.engine.simulator.stages import StageCosts
 from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
@@ -181,7 +181,7 @@ def partitions(model: Model, micro_batches: int) -> dict[str, IntArray]:
     end.
     """
     costs, stages = model.full, model.parallel.pp
-    schedule = one_f_one_b(stages, micro_batches)
+    schedule = make_schedule("1f1b", stages, micro_batches)
     costs = costs.take(np.zeros(micro_batches, np.int64))
     nothing = np.zeros(costs.num_layers, np.bool_)
 

@@ -13,13 +13,13 @@ from papers.pipetune_tables import MAX_SEQ_LEN, make_pipeline, most_that_fits
 from ablation.plans import CAREFUL, PAPERS
 from ablation.ranks import GIB, Row, Step, measure
 from ablation.stand_in import stand_ins
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.types import Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, packed_loads, sample_loads
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import StageCosts
-from isobatch.engine.tuning.pack import pack_in_order
 from isobatch.engine.tuning.precompute import frozen_encoder
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
 from isobatch.models.presets import load_model
@@ -102,7 +102,7 @@ def plan_step(
     """The given micro-batches in their order, or what the tuner makes of them."""
     if options is None:
         costs = pipeline.cost(packed_loads(samples, given))
-        schedule = schedule_for(pipeline.schedule, pipeline.borders, len(given))
+        schedule = pipeline.make_schedule(len(given))
         outcome = evaluate(costs, pipeline.borders, pipeline.recompute, schedule)
         encoder = frozen_encoder(costs, pipeline.borders).forward_ns
         stages, predicted, peak = outcome.stages, outcome.step_ns, outcome.memory.peak_bytes

@@ -32,7 +32,7 @@ from isobatch.engine.planning.partition import by_layers, by_params
 from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
 from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import make_schedule, one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.engine.tuning.step_planner import TunedSteps
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions
 
@@ -116,7 +116,7 @@ def _most_needed(setting: Setting) -> tuple[int, int]:
     """(state, peak) of the rank with most, even layers, an epoch's largest packed micro-batches."""
     costs = _largest(setting, setting.packed(setting.sizes.seq_len, setting.micro_batches, EPOCH))
     borders, nothing = by_layers(costs, setting.stages), np.zeros(costs.num_layers, np.bool_)
-    schedule = one_f_one_b(setting.stages, costs.num_micro_batches)
+    schedule = make_schedule("1f1b", setting.stages, costs.num_micro_batches)
     memory = evaluate(costs, borders, nothing, schedule).memory
     rank = int(memory.peak_bytes.argmax())
     return int(memory.state_bytes[rank]), int(memory.peak_bytes[rank])
@@ -127,7 +127,7 @@ def ways_to_train(setting: Setting, memory_bytes: int) -> list[Variant]:
     first, careful = papers_way(setting), careful_way(setting, memory_bytes)
     steps = setting.balanced(setting.num_steps)
     largest = _largest(setting, setting.balanced(EPOCH))
-    schedule = one_f_one_b(setting.stages, setting.micro_batches)
+    schedule = make_schedule("1f1b", setting.stages, setting.micro_batches)
     data = replace(
         careful,
         name="+ even groups",
@@ -175,7 +175,7 @@ def careful_way(setting: Setting, memory_bytes: int) -> Variant:
         borders = by_layers(costs, setting.stages)
         try:
             recompute = choose_recompute(
-                costs, borders, one_f_one_b(setting.stages, count), memory_bytes
+                costs, borders, make_schedule("1f1b", setting.stages, count), memory_bytes
             )
         except InfeasiblePlan:
             continue

@@ -13,10 +13,10 @@ from ablation.ranks import Row
 from ablation.real import REPEATS, Trainer
 from ablation.shapes import SHAPES, Shape
 from ablation.variants import Variant
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.types import Counts, Groups, IntArray
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
-from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.engine.tuning.precompute import EncodedStep
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
 
@@ -70,7 +70,8 @@ def packed(counts: Counts, samples: IntArray, seq_len: int) -> Groups:
 def behind_encoder(trainer: Trainer, groups: Groups) -> IntArray:
     """The best of the partitions that leave the encoder in the first stage."""
     costs = trainer.costs(groups, padded=False)
-    nothing, schedule = np.zeros(trainer.num_layers, np.bool_), one_f_one_b(STAGES, len(groups))
+    nothing = np.zeros(trainer.num_layers, np.bool_)
+    schedule = make_schedule("1f1b", STAGES, len(groups))
     ends = range(trainer.model.first_trained, trainer.num_layers)
     every = [np.array([0, end, trainer.num_layers]) for end in ends]
     return min(every, key=lambda borders: evaluate(costs, borders, nothing, schedule).step_ns)

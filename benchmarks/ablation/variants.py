@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from ablation.data import Steps
 from isobatch.common.types import Groups, IntArray
 from isobatch.engine.cost_model.costs import Costs
-from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
-from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
+from isobatch.engine.simulator.schedule import Schedule, make_schedule
 from isobatch.engine.tuning.precompute import EncodedStep
 
 CostsOf = Callable[[Groups, bool, bool], Costs]
@@ -44,7 +44,8 @@ class Variant:
         if self.tuned:
             return self.tuned[step][replica].schedule
         count = len(self.steps[step][replica])
-        return schedule_for(self.schedule, self.borders, count, self.stages_per_rank)
+        num_ranks = (len(self.borders) - 1) // self.stages_per_rank
+        return make_schedule(self.schedule, num_ranks, count, self.stages_per_rank)
 
     def simulated(self, costs_of: CostsOf) -> list[list[SimulatedStep]]:
         """Every step and replica, simulated; of schedules that encode nothing ahead."""

@@ -30,7 +30,7 @@ from isobatch.engine.planning.bmp import candidate, search_bmp
 from isobatch.engine.planning.partition import METHODS
 from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.models.presets import ModelPreset, load_model
 
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def table_4(costs: Costs, measured: Costs, memory_bytes: int) -> list[Method]:
     measured costs.
     """
     schedule, everything = (
-        one_f_one_b(INTERNVL.pp, MICRO_BATCHES),
+        make_schedule("1f1b", INTERNVL.pp, MICRO_BATCHES),
         np.ones(costs.num_layers, np.bool_),
     )
 
@@ -150,7 +150,7 @@ def table_9(pair: Pair, modelled: Costs, measured: Costs, memory_bytes: int) -> 
     """The fastest partition and recomputation by the one and by the other, and the paper's, all on
     measured layers.
     """
-    schedule = one_f_one_b(pair.pp, MICRO_BATCHES)
+    schedule = make_schedule("1f1b", pair.pp, MICRO_BATCHES)
     ours, theirs = (
         search_partition(costs, schedule, memory_bytes) for costs in (measured, modelled)
     )

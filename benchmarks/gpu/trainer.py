@@ -39,7 +39,7 @@ from isobatch.engine.runtime.profiling.recompute_trials import (
     adapt_running,
 )
 from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.models.flops import FlopsModel
 from isobatch.models.presets import ModelPreset
 
@@ -214,7 +214,9 @@ class Trainer:
         )
 
     def _evaluated(self, costs: Costs, way: Way) -> SimulatedStep:
-        return evaluate(costs, self.borders, way.recompute, one_f_one_b(1, costs.num_micro_batches))
+        return evaluate(
+            costs, self.borders, way.recompute, make_schedule("1f1b", 1, costs.num_micro_batches)
+        )
 
     def adapted(self, way: Way) -> tuple[NDArray[np.bool_], int]:
         """The least recomputation with which a way's heaviest steps run within its limit, and how
@@ -235,7 +237,7 @@ class Trainer:
         """The planner's choice within the same limit, by the profile; None if it sees none."""
         costs = self._heavy_costs(way)
         schedule, limit = (
-            one_f_one_b(1, costs.num_micro_batches),
+            make_schedule("1f1b", 1, costs.num_micro_batches),
             (way.limit_bytes or 0) - self._inputs(way),
         )
         try:

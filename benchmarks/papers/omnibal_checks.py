@@ -6,7 +6,7 @@ import numpy as np
 
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.models.flops import ComputeLoad, FlopsModel
 from isobatch.models.presets import load_model
 from papers.omnibal_models import (
@@ -33,7 +33,8 @@ def checks() -> Section:
     costs = INTERNVL.costs(_loads(COUNT))
     model, kinds = load_model(INTERNVL.preset), costs.kinds
     vision, language = kinds.index("vision_layer"), kinds.index("llm_layer")
-    borders, schedule = borders_of(costs, INTERNVL.layers), one_f_one_b(INTERNVL.pp, COUNT)
+    borders = borders_of(costs, INTERNVL.layers)
+    schedule = make_schedule("1f1b", INTERNVL.pp, COUNT)
     free, full = (
         evaluate(costs, borders, np.full(costs.num_layers, everything), schedule).step_ns
         for everything in (False, True)

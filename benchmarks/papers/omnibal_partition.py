@@ -10,7 +10,7 @@ from isobatch.engine.planning.bmp import RADIUS, candidate, search_bmp
 from isobatch.engine.planning.partition import METHODS
 from isobatch.engine.planning.search.partition_search import SearchResult, search_partition
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from papers.omnibal_models import (
     INTERNVL,
     MICRO_BATCHES,
@@ -72,7 +72,7 @@ def _tables_of(sequence_parallel: bool) -> list[str]:
 
 def _pair_row(pair: Pair) -> tuple[list[str], str]:
     costs, cluster = pair.constant_costs, a100()
-    schedule = one_f_one_b(pair.pp, MICRO_BATCHES)
+    schedule = make_schedule("1f1b", pair.pp, MICRO_BATCHES)
     found = search_partition(costs, schedule, cluster.usable_memory_bytes)
     own_layers = layers_of(costs, found.borders)
     own = [
@@ -143,10 +143,8 @@ def table_4() -> Section:
     point.
     """
     costs = INTERNVL.constant_costs
-    schedule, everything = (
-        one_f_one_b(INTERNVL.pp, MICRO_BATCHES),
-        np.ones(costs.num_layers, np.bool_),
-    )
+    schedule = make_schedule("1f1b", INTERNVL.pp, MICRO_BATCHES)
+    everything = np.ones(costs.num_layers, np.bool_)
 
     def full(borders: IntArray) -> int:
         return evaluate(costs, borders, everything, schedule).step_ns
@@ -220,7 +218,8 @@ PAPER_TABLE_5 = {
 def table_5() -> Section:
     """Memory that remains, and what a layer holds."""
     costs = INTERNVL.constant_costs
-    borders, schedule = borders_of(costs, INTERNVL.layers), one_f_one_b(INTERNVL.pp, MICRO_BATCHES)
+    borders = borders_of(costs, INTERNVL.layers)
+    schedule = make_schedule("1f1b", INTERNVL.pp, MICRO_BATCHES)
     rows = []
     left = {}
     for name, paper in PAPER_TABLE_5.items():

@@ -21,7 +21,7 @@ from isobatch.engine.cost_model.loads import Loads, PhaseLoads
 from isobatch.engine.cost_model.parallel import Training, reduction_ns
 from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.models.clusters import Cluster
 from isobatch.models.presets import load_model
 from papers.omnibal_models import IMAGES, SEQ_LEN, VIT_TOKENS, Pair
@@ -115,7 +115,8 @@ class Trainer:
         costs = layer_costs(
             load_model(self.pair.preset), self.cluster, parallel, data.loads, self.training
         )
-        schedule, own = one_f_one_b(parallel.pp, data.micro_batches), np.arange(data.micro_batches)
+        schedule = make_schedule("1f1b", parallel.pp, data.micro_batches)
+        own = np.arange(data.micro_batches)
         # (steps, dp)
         firsts = np.arange(0, len(data.loads), data.micro_batches).reshape(-1, data.dp)
         times = [
@@ -152,7 +153,9 @@ def planned_for(data: Data, pair: Pair, cluster: Cluster, training: Training) ->
     """
     loads = data.loads.take(np.arange(data.micro_batches))
     costs = layer_costs(load_model(pair.preset), cluster, pair.parallel, loads, training)
-    return search_partition(costs, one_f_one_b(pair.pp, data.micro_batches), 1 << 50).borders
+    return search_partition(
+        costs, make_schedule("1f1b", pair.pp, data.micro_batches), 1 << 50
+    ).borders
 
 
 def encoder_first(costs: Costs, num_stages: int) -> IntArray:
@@ -171,7 +174,7 @@ def trainers(pair: Pair, cluster: Cluster, training: Training) -> tuple[Trainer,
     """
     costs = equal_costs(pair, cluster, training)
     found = search_partition(
-        costs, one_f_one_b(pair.pp, MICRO_BATCHES), cluster.usable_memory_bytes
+        costs, make_schedule("1f1b", pair.pp, MICRO_BATCHES), cluster.usable_memory_bytes
     )
     everything = np.ones(costs.num_layers, np.bool_)
     kinds = [

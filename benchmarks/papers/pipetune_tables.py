@@ -5,17 +5,17 @@ takes, clocked.
 from __future__ import annotations
 
 import time
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.types import Groups, IntArray
 from isobatch.engine.cost_model.analytical import layer_costs
 from isobatch.engine.cost_model.loads import Loads, packed_loads, sample_loads
 from isobatch.engine.cost_model.parallel import Parallelism, Training
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
-from isobatch.engine.tuning.pack import pack_in_order
-from isobatch.engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune
+from isobatch.engine.simulator.evaluate import evaluate
+from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
 from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import load_model
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
@@ -51,7 +51,8 @@ def table_2() -> Section:
             started = time.perf_counter()
             tuned = [tune(step, _given(step, size), pipeline, options) for step in steps]
             times.append((time.perf_counter() - started) / STEPS)
-            found.append(_savings([each.breakdown for each in tuned]))
+            parts = [ingredients(step, _given(step, size), pipeline, options) for step in steps]
+            found.append(savings(parts))
             tuned_ns.append(sum(each.step_ns for each in tuned))
         for place, name in enumerate(("balance", "+ order, pre-computation", "+ sizes")):
             rows.append(
@@ -107,7 +108,7 @@ def best_fixed(
 
 def _fixed_ns(pipeline: PartitionedModel, step: Loads, size: int) -> int:
     costs = pipeline.cost(packed_loads(step, _given(step, size)))
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, costs.num_micro_batches)
+    schedule = pipeline.make_schedule(costs.num_micro_batches)
     return evaluate(costs, pipeline.borders, pipeline.recompute, schedule).step_ns
 
 
@@ -172,7 +173,7 @@ def _fits(pipeline: PartitionedModel, size: int) -> bool:
     loads = Loads.constant(
         8, images=images, vit_tokens_per_image=SIGLIP_TOKENS, seq_len=size * MAX_SEQ_LEN
     )
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, len(loads))
+    schedule = pipeline.make_schedule(len(loads))
     assert pipeline.memory_bytes is not None
     return evaluate(pipeline.cost(loads), pipeline.borders, pipeline.recompute, schedule).fits(
         pipeline.memory_bytes
@@ -189,9 +190,19 @@ def _given(samples: Loads, size: int) -> Groups:
     return pack_in_order(lengths, size * MAX_SEQ_LEN)
 
 
-def _savings(breakdowns: list[Breakdown]) -> list[float]:
+def ingredients(
+    step: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
+) -> list[int]:
+    """Times of a step as given, packed to even costs, also reordered, also resized, ns."""
+    schedule = pipeline.make_schedule(len(given))
+    costs = pipeline.cost(packed_loads(step, given))
+    untuned = evaluate(costs, pipeline.borders, pipeline.recompute, schedule).step_ns
+    fixed = replace(options, sizes="given")
+    ways = replace(fixed, search="none", encode="never"), fixed, options
+    return [untuned, *(tune(step, given, pipeline, way).step_ns for way in ways)]
+
+
+def savings(parts: list[list[int]]) -> list[float]:
     """Share of the original time that is saved with each ingredient and those before."""
-    total = partial(sum, start=0)
-    untuned = total(each.untuned_ns for each in breakdowns)
-    names = ("balanced_ns", "reordered_ns", "resized_ns")
-    return [1 - total(getattr(each, name) for each in breakdowns) / untuned for name in names]
+    untuned, *others = (sum(times) for times in zip(*parts, strict=True))
+    return [1 - time / untuned for time in others]

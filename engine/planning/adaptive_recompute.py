@@ -98,8 +98,8 @@ def adapt_recompute(
 def in_flight(schedule: Schedule) -> IntArray:
     """Most micro-batches whose activations a stage holds at once, (stages,).
 
-    >>> from isobatch.engine.simulator.schedule import one_f_one_b
-    >>> in_flight(one_f_one_b(4, 8)).tolist()
+    >>> from isobatch.engine.simulator.schedule import make_schedule
+    >>> in_flight(make_schedule("1f1b", 4, 8)).tolist()
     [4, 3, 2, 1]
     """
     goes_back = (schedule.kinds == PassKind.BACKWARD) | (schedule.kinds == PassKind.INPUT_GRAD)

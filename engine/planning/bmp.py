@@ -7,13 +7,9 @@ caller gives the time of a step, simulated or measured.
 VAR(fwd_time) + SUM(comm) as printed adds squared times to volumes. Here both are milliseconds of a
 micro-batch: VAR is divided by the stages' mean time, and SUM is the time of all sends at cuts. It
 is only a filter: on the paper's own Table 4 it would rank the slower of two partitions first.
-
-Beyond the paper, `search_bmp_within` ranks by recomputation too, where memory is tight: a ranking
-that ignores it finds steps up to 16 % slower than the fastest.
 """
 
 import heapq
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,20 +20,12 @@ from isobatch.common.errors import ConfigError
 from isobatch.common.types import FloatArray, IntArray
 from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
 from isobatch.engine.planning.partition import check_stages
-from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser, fitted_step
-from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.planning.recompute import InfeasiblePlan
 
 RADIUS = 3
 """Distance from the anchor within which the optimum lies (OmniBal 5.2)."""
 MOST_RUN = 12
 """Number of candidates that are run: 10 to 15 (OmniBal 5.2)."""
-TIGHT_RADIUS = 8
-"""Distance where the anchor must recompute. With 3, steps are up to 8 % slower than the fastest;
-with 8 up to 3 % (GPipe; .8 % otherwise).
-"""
-
-Extra = Callable[[int, int, int], float]
-"""(stage, first layer, end) -> recomputation, ms of a mean micro-batch; infinite if none fits."""
 
 _Beginnings = dict[int, list[tuple[float, tuple[int, ...]]]]
 """Best beginnings of a partition, by their last border: (metric, borders)."""
@@ -52,10 +40,8 @@ class PartitionCandidate:
     """VAR(fwd_time), eq. 4, of a mean micro-batch: a sum over stages, not a mean."""
     comm_bytes: int
     """SUM(comm), eq. 5: activations of a mean micro-batch that cross the cuts, in bytes."""
-    comm_ms: float
-    """Time of sending them and their gradients."""
     metric_ms: float
-    """VAR, with recomputation if it counts, divided by the stages' mean time, plus `comm_ms`."""
+    """VAR divided by the stages' mean time, plus that of sending those and their gradients."""
     step_ns: int | None = None
     """Time of the step; None if it does not fit into memory, or was not run."""
 
@@ -77,16 +63,15 @@ def search_bmp(
     *,
     radius: int = RADIUS,
     most_run: int = MOST_RUN,
-    extra: Extra | None = None,
 ) -> BmpResult:
     """The fastest of the best-ranked partitions near the anchor and the anchor itself.
 
     `step_ns`: time of a step with these borders. InfeasiblePlan only if it raises that for all.
     """
     anchor = greedy_anchor(costs, num_stages)
-    candidates = rank_candidates(costs, anchor, radius=radius, max_count=most_run, extra=extra)
+    candidates = rank_candidates(costs, anchor, radius=radius, max_count=most_run)
     if not any(np.array_equal(one.borders, anchor) for one in candidates):
-        candidates.append(candidate(costs, anchor, extra))
+        candidates.append(candidate(costs, anchor))
     done = []
     failure = None
     for one in candidates:
@@ -100,26 +85,6 @@ def search_bmp(
         raise failure
     best = min(fitting, key=lambda one: one.step_ns or 0)
     return BmpResult(anchor=anchor, candidates=tuple(done), best=best)
-
-
-def search_bmp_within(costs: Costs, schedule: Schedule, memory_bytes: int) -> BmpResult:
-    """`search_bmp` with as little recomputed as fits, in the ranking and in the simulated steps.
-
-    Where ranks have several stages, which share a memory, the ranking ignores recomputation.
-    """
-    num_stages = schedule.num_stages
-    step_ns = fitted_step(costs, schedule, memory_bytes)
-    chooser = RecomputeChooser(costs, schedule, memory_bytes)
-    chosen = chooser.choose(greedy_anchor(costs, num_stages))
-    if num_stages > schedule.num_ranks or (chosen is not None and not chosen.any()):
-        return search_bmp(costs, num_stages, step_ns)
-    layer_ms = costs.recompute_ns.mean(axis=1) / NS_PER_MS
-
-    def extra(stage: int, start: int, end: int) -> float:
-        layers = chooser.choose_for_rank(stage, np.array([start]), np.array([end]))
-        return math.inf if layers is None else float(layer_ms[layers].sum())
-
-    return search_bmp(costs, num_stages, step_ns, radius=TIGHT_RADIUS, extra=extra)
 
 
 def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
@@ -136,64 +101,56 @@ def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
     return np.array([*borders, num_layers])
 
 
-def candidate(costs: Costs, borders: IntArray, extra: Extra | None = None) -> PartitionCandidate:
+def candidate(costs: Costs, borders: IntArray) -> PartitionCandidate:
     """A partition with its metric."""
-    ranking = _Ranking(costs, len(borders) - 1, extra)
+    ranking = _Ranking(costs, len(borders) - 1)
     stage_ms, cuts = np.diff(ranking.running_ms[borders]), np.asarray(borders[1:-1]) - 1
-    comm_ms = float(ranking.comm_ms[cuts].sum())
     return PartitionCandidate(
         borders=np.asarray(borders),
         variance_ms2=float(((stage_ms - ranking.mean_ms) ** 2).sum()),
         comm_bytes=int(costs.sent_bytes[cuts].mean(axis=1).sum()),
-        comm_ms=comm_ms,
         metric_ms=sum(
-            ranking.part(stage, int(a), int(b)) for stage, (a, b) in enumerate(pairwise(borders))
+            ranking.part(start, end) for start, end in pairwise(np.asarray(borders).tolist())
         ),
     )
 
 
 def rank_candidates(
-    costs: Costs, anchor: IntArray, *, radius: int, max_count: int, extra: Extra | None = None
+    costs: Costs, anchor: IntArray, *, radius: int, max_count: int
 ) -> list[PartitionCandidate]:
     """Partitions of least metric with inner borders within `radius` of the anchor's.
 
-    At most `max_count`, best first; ties in lexicographic order of the borders. None with a stage
-    of infinite `extra`. O(stages radius^2 max_count).
+    At most `max_count`, best first; ties in lexicographic order of the borders.
+    O(stages radius^2 max_count).
     """
     if radius < 0 or max_count < 1:
         raise ConfigError(
             f"radius {radius}, {max_count} candidates; give a radius of 0 or more, a candidate or"
             " more"
         )
-    ranking = _Ranking(costs, len(anchor) - 1, extra)
+    ranking = _Ranking(costs, len(anchor) - 1)
     begun: _Beginnings = {0: [(0.0, (0,))]}
     windows = [range(border - radius, border + radius + 1) for border in anchor[1:-1].tolist()]
-    for stage, ends in enumerate([*windows, range(costs.num_layers, costs.num_layers + 1)]):
-        begun = _extend(begun, stage, ends, ranking, max_count)
+    for ends in [*windows, range(costs.num_layers, costs.num_layers + 1)]:
+        # the best partitions with one more stage, by its end
+        longer = {}
+        for end in range(ends.start, min(ends.stop, costs.num_layers + 1)):
+            partitions = []
+            for start, best in begun.items():
+                if start < end:
+                    part = ranking.part(start, end)
+                    partitions += [(metric + part, (*borders, end)) for metric, borders in best]
+            if partitions:
+                longer[end] = heapq.nsmallest(max_count, partitions)
+        begun = longer
     best = begun.get(costs.num_layers, [])
-    return [candidate(costs, np.array(borders), extra) for _, borders in best]
-
-
-def _extend(
-    begun: _Beginnings, stage: int, ends: range, ranking: "_Ranking", max_count: int
-) -> _Beginnings:
-    """The best partitions with one more stage, by its end."""
-    longer = {}
-    for end in range(ends.start, min(ends.stop, len(ranking.running_ms))):
-        partitions = []
-        for start, best in begun.items():
-            stage_metric = ranking.part(stage, start, end) if start < end else math.inf
-            if stage_metric < math.inf:
-                partitions += [(metric + stage_metric, (*borders, end)) for metric, borders in best]
-        if partitions:
-            longer[end] = heapq.nsmallest(max_count, partitions)
-    return longer
+    return [candidate(costs, np.array(borders)) for _, borders in best]
 
 
 class _Ranking:
     """The terms of the metric."""
 
-    def __init__(self, costs: Costs, num_stages: int, extra: Extra | None) -> None:
+    def __init__(self, costs: Costs, num_stages: int) -> None:
         forward_ms = costs.forward_ns.mean(axis=1) / NS_PER_MS
         self.running_ms: FloatArray = np.concatenate([[0.0], np.cumsum(forward_ms)])
         """(layers + 1,): forward time of the layers before."""
@@ -202,15 +159,8 @@ class _Ranking:
         self.comm_ms: FloatArray = costs.send_ns.mean(axis=1) / NS_PER_MS * (1 + costs.sends_grad)
         """(layers,): sends if the partition cuts after the layer."""
 
-        self.extra = extra
-        work = costs.forward_ns + costs.backward_ns
-        self.share = float(costs.forward_ns.sum()) / max(1, int(work.sum()))
-        """Forward passes' share of the work: recomputation counts by as much."""
-
-    def part(self, stage: int, start: int, end: int) -> float:
+    def part(self, start: int, end: int) -> float:
         """Contribution of a stage and the cut after it to the metric."""
         away = float(self.running_ms[end] - self.running_ms[start]) - self.mean_ms
-        if self.extra is not None:
-            away += self.share * self.extra(stage, start, end)
         comm = float(self.comm_ms[end - 1]) if end < len(self.comm_ms) else 0.0
         return (away**2 / self.mean_ms if self.mean_ms else 0.0) + comm

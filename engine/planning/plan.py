@@ -14,7 +14,7 @@ import numpy as np
 
 from isobatch.common.config import build_config
 from isobatch.common.errors import ConfigError, DataError, os_reason
-from isobatch.common.plain_values import parse_json, read_text
+from isobatch.common.plain_values import parse_json, read_text, write_text
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.common.visible_text import shown
 from isobatch.engine.cost_model.analytical import layer_costs
@@ -201,11 +201,7 @@ class Plan(PlanRequest):
             "version": PLAN_VERSION,
             "inputs": self._inputs(),
             "inputs_hash": self.inputs_hash,
-            "layer_names": list(self.layer_names),
-            "borders": list(self.borders),
-            "recompute": list(self.recompute),
-            "deferred": None if self.deferred is None else list(self.deferred),
-            "gap": self.gap,
+            **_plain({name: getattr(self, name) for name in _PARTITION}),
             "predicted": _plain(asdict(self.predicted)),
         }
 
@@ -260,9 +256,7 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan, whole or not at all."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(plan.to_json(), indent=1) + "\n", "utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(plan.to_json(), indent=1) + "\n")
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -2,6 +2,10 @@
 
 The partition is searched for one step, the median of those planned, with the memory that the
 largest micro-batches need; all steps of the answer are simulated.
+
+Which schedule is fastest depends on memory. Several stages per rank wait less and hold more, and
+deferred weight gradients hold most where layers are wide: what waiting saves may be lost to
+recomputation. So each schedule is planned with the partition and the recomputation that suit it.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -16,15 +20,14 @@ from isobatch.engine.cost_model.layer_list import layers_of
 from isobatch.engine.cost_model.loads import Loads
 from isobatch.engine.cost_model.parallel import reduction_ns
 from isobatch.engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
-from isobatch.engine.planning.bmp import search_bmp_within
 from isobatch.engine.planning.partition import by_layers, by_params
 from isobatch.engine.planning.plan import Plan, PlanRequest, Prediction
 from isobatch.engine.planning.rank_memory import peak_bytes, rank_order
-from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser, choose_recompute
+from isobatch.engine.planning.recompute import InfeasiblePlan, RecomputeChooser
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
 from isobatch.engine.planning.search.partition_search import SearchResult, search_partition
 from isobatch.engine.simulator.evaluate import SimulatedStep, evaluate
-from isobatch.engine.simulator.schedule import most_deferred
+from isobatch.engine.simulator.schedule import INTERLEAVED, SCHEDULES, most_deferred
 
 FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,
@@ -102,20 +105,18 @@ class PlanResult:
 def plan(
     request: PlanRequest,
     *,
-    search: str = "local",
     random: Loads | None = None,
     limits: SearchLimits = UNLIMITED,
 ) -> PlanResult:
     """Plan, and simulate the plan next to what trainers do, also with `random` micro-batches.
 
-    `search`: `local` or `bmp`. `limits`: of the local search. InfeasiblePlan if nothing fits into
-    memory.
+    `limits`: of the search. InfeasiblePlan if nothing fits into memory.
     """
     pipelines = request.split(request.costs(request.loads))
     full = request.costs(request.full_step)
     typical = typical_costs(pipelines, full)
     runs = _baselines(request, pipelines, typical, random)
-    chosen, borders, recompute, bound_ns = _search(typical, request, search, limits)
+    chosen, borders, recompute, bound_ns = _search(typical, request, limits)
     name = "the plan: searched partition, as little recomputed as fits"
     best = simulate_run(chosen, name, pipelines, request.loads, borders, recompute)
     # the search is for one step: over all of them, the simpler partition may be faster
@@ -277,7 +278,7 @@ def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
 
 
 def _search(
-    costs: Costs, request: PlanRequest, search: str, limits: SearchLimits
+    costs: Costs, request: PlanRequest, limits: SearchLimits
 ) -> tuple[PlanRequest, IntArray, BoolArray, int | None]:
     """-> (request, borders, recompute, lower bound of a step's time if it is known).
 
@@ -286,11 +287,6 @@ def _search(
     bound is of plans that hold back as many as those that were searched: none for another number,
     or where one of them does not fit.
     """
-    memory = request.memory_bytes
-    if search == "bmp":
-        schedule = request.make_schedule()
-        borders = search_bmp_within(costs, schedule, memory).best.borders
-        return request, borders, choose_recompute(costs, borders, schedule, memory), None
     requests = [request]
     if any(most_deferred(request.schedule, request.parallel.pp)):
         requests += [request.changed(deferred=(few,) * request.parallel.pp) for few in (1, 0)]
@@ -299,7 +295,7 @@ def _search(
     for place, variant in enumerate(requests):
         part = limits.part(1 / (len(requests) - place))
         try:
-            result = search_partition(costs, variant.make_schedule(), memory, part)
+            result = search_partition(costs, variant.make_schedule(), request.memory_bytes, part)
         except InfeasiblePlan as error:
             problem = error
             continue
@@ -345,3 +341,62 @@ def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
 def _by_rank(values: IntArray, borders: IntArray, request: PlanRequest) -> IntArray:
     """Values of layers, (layers,), summed over the stages of each pipeline rank."""
     return request.make_schedule().sum_by_rank(np.add.reduceat(values, borders[:-1]))
+
+
+MOST_STAGES_PER_RANK = 4
+"""Limit of interleaved schedules. One more halves the rest of the bubble, and sends as often."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleTrial:
+    """One schedule, and the plan for it."""
+
+    schedule: str
+    stages_per_rank: int
+    result: PlanResult | None
+    """The plan; None if nothing fits into memory."""
+
+
+def candidates(request: PlanRequest) -> list[tuple[str, int]]:
+    """Schedules and stages per rank that a request's model and ranks allow, 1F1B first.
+
+    GPipe is left out: it waits as 1F1B does and holds more.
+    """
+    ranks = request.parallel.pp
+    if ranks == 1:  # nothing waits
+        return [("1f1b", 1)]
+    max_stages = min(MOST_STAGES_PER_RANK, len(layers_of(request.model, request.parallel)) // ranks)
+    schedules = []
+    for name in SCHEDULES:
+        counts = range(2, max_stages + 1) if name in INTERLEAVED else range(1, 2)
+        schedules += [(name, count) for count in counts if name != "gpipe"]
+    return schedules
+
+
+def plan_best_schedule(
+    request: PlanRequest,
+    *,
+    random: Loads | None = None,
+    limits: SearchLimits = UNLIMITED,
+) -> tuple[PlanResult, tuple[ScheduleTrial, ...]]:
+    """The fastest of the plans for all `candidates`, and what each of them came to.
+
+    Arguments as `planner.plan`; each search gets an equal part of the time that is left.
+    InfeasiblePlan if nothing fits with any schedule.
+    """
+    asked = candidates(request)
+    trials: list[ScheduleTrial] = []
+    problem = InfeasiblePlan("there is no schedule to try")
+    for place, (name, per_rank) in enumerate(asked):
+        variant = request.changed(schedule=name, stages_per_rank=per_rank)
+        part = limits.part(1 / (len(asked) - place))
+        result = None
+        try:
+            result = plan(variant, random=random, limits=part)
+        except InfeasiblePlan as error:
+            problem = problem if place else error
+        trials.append(ScheduleTrial(name, per_rank, result))
+    results = [trial.result for trial in trials if trial.result is not None]
+    if not results:
+        raise problem
+    return min(results, key=lambda result: result.best.step_ns), tuple(trials)

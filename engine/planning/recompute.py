@@ -4,15 +4,13 @@ The peak of live bytes along each rank's own order must fit (`engine.simulator.e
 times an average. Ranks are independent: no schedule's memory depends on times.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.planning.rank_memory import fastest_choice, layer_memory, rank_order
-from isobatch.engine.simulator.evaluate import evaluate, memory_of
+from isobatch.engine.simulator.evaluate import memory_of
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 
@@ -78,16 +76,6 @@ class RecomputeChooser:
             self._chosen[key] = mask if tried else None
             self.actions += (1 + tried) * PEAKS_PER_CHOICE * len(order.kinds)
         return self._chosen[key]
-
-
-def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:
-    """borders -> simulated step time with the least recomputation that fits, for `search_bmp`."""
-
-    def step_ns(borders: IntArray) -> int:
-        recompute = choose_recompute(costs, borders, schedule, memory_bytes)
-        return evaluate(costs, borders, recompute, schedule).step_ns
-
-    return step_ns
 
 
 def what_would_fit(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> str:

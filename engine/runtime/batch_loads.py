@@ -28,12 +28,12 @@ def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
         vision=_phase([_vision_lengths(batch, model) for batch in batches], model.vit),
         audio=_phase([_audio_lengths(batch, model) for batch in batches], model.audio),
         llm=_phase([np.diff(_integers(batch, "cu_seqlens")) for batch in batches], model.llm),
-        labels=labelled(np.array([_num_labels(batch) for batch in batches], np.int64)),
+        labels=labelled(
+            np.array(
+                [(_integers(batch, "labels") != LABEL_IGNORE).sum() for batch in batches], np.int64
+            )
+        ),
     )
-
-
-def _num_labels(batch: Batch) -> int:
-    return int((_integers(batch, "labels") != LABEL_IGNORE).sum())
 
 
 def _phase(lengths: Sequence[IntArray], shape: TransformerShape | AudioRule | None) -> PhaseLoads:

@@ -22,7 +22,7 @@ from isobatch.common.errors import ConfigError, IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.communication.collectives import all_reduce, on_all_ranks
-from isobatch.engine.runtime.communication.p2p_schedule import forward_only, make_p2p_schedule
+from isobatch.engine.runtime.communication.p2p import forward_only, make_p2p_schedule
 from isobatch.engine.runtime.communication.process_groups import (
     ProcessGroups,
     make_groups,
@@ -202,9 +202,7 @@ class Pipeline:
         are. Errors as of `step`.
         """
         options, groups = self._options, self._groups
-        schedule = make_schedule(
-            options.schedule, len(groups.ranks), len(batches), options.stages_per_rank
-        )
+        schedule = options.make_schedule(len(groups.ranks), len(batches))
         local = replace(self._local, first_trained=self._local.borders[-1])  # no gradient is sent
         modules = [module for layer in self.layers.values() for module in layer.modules()]
         training = [module.training for module in modules]

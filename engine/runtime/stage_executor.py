@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
-from isobatch.engine.runtime.backward._detached_backward import BackwardHandle
-from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
-from isobatch.engine.runtime.communication._p2p import P2PQueue
-from isobatch.engine.runtime.communication.collectives import all_reduce
-from isobatch.engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
+from isobatch.engine.runtime.backward import BackwardHandle, DeferredWeights
+from isobatch.engine.runtime.communication.collectives import all_reduce, gather_objects
+from isobatch.engine.runtime.communication.p2p import Message, P2PQueue, make_p2p_schedule
 from isobatch.engine.runtime.communication.process_groups import ProcessGroups
 from isobatch.engine.runtime.cpu_memory import uncounted
-from isobatch.engine.runtime.errors import LossNotFinite, is_out_of_memory, peer_errors
+from isobatch.engine.runtime.errors import LossNotFinite, is_out_of_memory
 from isobatch.engine.runtime.layer_rng import LayerRng, preserve_rng
 from isobatch.engine.runtime.stage_io import (
     LOSS,
@@ -89,15 +86,6 @@ class RankLayers:
         return (*(self.has_gradient(cut) for cut in self.borders[1:-1]), False)
 
 
-@dataclass(frozen=True, slots=True)
-class _ForwardState:
-    """What a forward pass leaves for the backward pass."""
-
-    inputs: StageTensors
-    handle: BackwardHandle | None
-    """Start of the backward pass; None if no output has a gradient."""
-
-
 class StageExecutor:
     """A step in progress."""
 
@@ -121,8 +109,8 @@ class StageExecutor:
         self._p2p = make_p2p_schedule(schedule, local.sends_grad, groups.rank)
         is_ahead = schedule.kinds == PassKind.ENCODE
         self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
-        # by stage and micro-batch
-        self._forwarded: dict[tuple[int, int], _ForwardState] = {}
+        # by stage and micro-batch: the inputs, and the backward pass if an output has a gradient
+        self._forwarded: dict[tuple[int, int], tuple[StageTensors, BackwardHandle | None]] = {}
         is_apart = schedule.kinds == PassKind.WEIGHT_GRAD
         apart = schedule.stages[is_apart].tolist(), schedule.micro_batches[is_apart].tolist()
         self._deferred = {key: DeferredWeights() for key in zip(*apart, strict=True)}
@@ -241,7 +229,7 @@ class StageExecutor:
             differentiable = [name for name, spec in specs.items() if spec.differentiable]
         outputs = {name: tensors[name] for name in differentiable if tensors[name].requires_grad}
         handle = BackwardHandle(outputs) if outputs else None
-        self._forwarded[action.stage, number] = _ForwardState(inputs, handle)
+        self._forwarded[action.stage, number] = inputs, handle
         return tensors
 
     def _run_layer(
@@ -287,12 +275,12 @@ class StageExecutor:
 
     def _backward(self, action: Action, received: StageTensors) -> StageTensors:
         """Add to gradients of a stage's weights, but for deferred ones; -> those of its inputs."""
-        state = self._forwarded.pop((action.stage, action.micro_batch))
+        inputs, handle = self._forwarded.pop((action.stage, action.micro_batch))
         if action.stage == self._schedule.num_stages - 1:
             received = {LOSS: torch.ones((), device=self._local.device)}
-        leaves = {name: tensor for name, tensor in state.inputs.items() if tensor.requires_grad}
-        if state.handle is not None:
-            state.handle.backward(received)
+        leaves = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        if handle is not None:
+            handle.backward(received)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in leaves.items()
@@ -419,9 +407,6 @@ def _of_all_replicas(
     if groups.replicas is None:
         return local_failures
     count = torch.tensor(len(local_failures), device=device)
-    failures: list[list[_Failure]] = [[] for _ in range(dist.get_world_size(groups.replicas))]
     all_reduce(count, groups.replicas)
-    if int(count):
-        with peer_errors(dist.get_process_group_ranks(groups.replicas)):
-            dist.all_gather_object(failures, local_failures, group=groups.replicas)
+    failures = gather_objects(local_failures, groups.replicas) if int(count) else []
     return [failure for replica in failures for failure in replica]

@@ -5,7 +5,6 @@ a schedule's peak is known before it is simulated. Of the messages, those on the
 rank sends and receives an output and a gradient at a time. Others that wait at a rank do not.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.program import make_program
-from isobatch.engine.simulator.schedule import Schedule, make_schedule
+from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.simulate import Timeline, simulate
 from isobatch.engine.simulator.stages import StageCosts, stage_costs
 
@@ -48,18 +47,6 @@ class SimulatedStep:
     def fits(self, memory_bytes: int) -> bool:
         """Whether no rank needs more than `memory_bytes`."""
         return int(self.memory.peak_bytes.max()) <= memory_bytes
-
-
-def schedule_for(
-    name: str,
-    borders: IntArray,
-    num_micro_batches: int,
-    stages_per_rank: int = 1,
-    deferred: Sequence[int] | None = None,
-) -> Schedule:
-    """The schedule of a partition's stages."""
-    num_ranks = (len(borders) - 1) // stages_per_rank
-    return make_schedule(name, num_ranks, num_micro_batches, stages_per_rank, deferred)
 
 
 def evaluate(

@@ -4,7 +4,7 @@ Rank r of a pipeline runs the stages r, r + num_ranks, ... A schedule has an ord
 `engine.simulator.simulate` computes those.
 
 - `gpipe`: all forward passes, then all backward passes (GPipe, arXiv 1811.06965);
-- `one_f_one_b`: stage s has at most num_stages - s micro-batches in flight (PipeDream-flush,
+- `1f1b`: stage s has at most num_stages - s micro-batches in flight (PipeDream-flush,
   arXiv 2006.09503);
 - `interleaved`: several stages per rank (Megatron-LM, arXiv 2104.04473);
 - `zero_bubble`: 1F1B, but gradients of weights wait and fill the bubbles (ZB-H1, arXiv 2401.10241);
@@ -16,12 +16,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
+
+_DEFERRED_PER_RANK = {"zero_bubble": 1, "interleaved_zero_bubble": 2}
+"""Weight gradients that a rank holds back more than the one before it.
+
+Interleaved, a rank's last input gradients wait for r later ones of other ranks. Those take longer
+than weight gradients do (attention and recomputation are in them), so r of these would not fill the
+time: with 4 ranks of 3 stages, 8 micro-batches, and passes in the ratio 1 : 1.3 : .7, ranks wait
+4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
+"""
+INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
+"""Schedules of several stages per rank."""
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble", *INTERLEAVED)
 
 
 class PassKind(IntEnum):
@@ -120,31 +132,32 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """GPipe. The last forward pass goes back first, so that its activations live shortest."""
-    numbers = range(num_micro_batches)
-    actions = [
-        [Action(PassKind.FORWARD, stage, number) for number in numbers]
-        + [Action(PassKind.BACKWARD, stage, number) for number in reversed(numbers)]
-        for stage in range(num_stages)
-    ]
-    return Schedule.of("gpipe", num_stages, num_micro_batches, actions)
+def _schedule(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    stages_per_rank: int,
+    deferred: tuple[int, ...],
+) -> Schedule:
+    if name == "gpipe":
+        actions = _gpipe(num_ranks, num_micro_batches)
+    elif name in INTERLEAVED:
+        actions = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
+    else:
+        actions = _one_f_one_b(num_ranks, num_micro_batches)
+    num_stages = num_ranks * stages_per_rank
+    return Schedule.of(name, num_stages, num_micro_batches, map(_split, actions, deferred))
 
 
-@lru_cache(maxsize=64)
-def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B: stage s runs num_stages - s forward passes, then one backward and one forward in turn.
-
-    >>> actions = one_f_one_b(2, 3).of_rank(0)
-    >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
-    'F0F1B0F2B1B2'
-    """
-    actions = _one_f_one_b(num_stages, num_micro_batches)
-    return Schedule.of("1f1b", num_stages, num_micro_batches, actions)
+def _gpipe(num_stages: int, num_micro_batches: int) -> Iterator[Iterator[Action]]:
+    """The actions of each stage; the last forward pass goes back first, to live shortest."""
+    for stage in range(num_stages):
+        passes = [(stage, number) for number in range(num_micro_batches)]
+        yield _alternate(passes, passes[::-1], num_micro_batches)
 
 
 def _one_f_one_b(num_stages: int, num_micro_batches: int) -> Iterator[Iterator[Action]]:
-    """The actions of each stage."""
+    """The actions of each stage s, num_stages - s forward passes ahead."""
     for stage in range(num_stages):
         passes = [(stage, number) for number in range(num_micro_batches)]
         yield _alternate(passes, passes, num_stages - stage)
@@ -161,22 +174,15 @@ def _alternate(
             yield Action(PassKind.FORWARD, *forwards[number])
 
 
-@lru_cache(maxsize=64)
-def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> Schedule:
-    """Megatron-LM's interleaved 1F1B, for any number of micro-batches.
+def _interleaved(
+    num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> Iterator[Iterator[Action]]:
+    """The actions of each rank, for any number of micro-batches.
 
     Micro-batches go in rounds of `num_ranks`: a whole round passes the rank's first stage, then its
     second, and so on; backward passes go from its last stage to its first. An incomplete last round
     keeps the order of a full one with gaps: closing the gaps would make passes wait in a circle.
     """
-    actions = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
-    return Schedule.of("interleaved", num_ranks * stages_per_rank, num_micro_batches, actions)
-
-
-def _interleaved(
-    num_ranks: int, stages_per_rank: int, num_micro_batches: int
-) -> Iterator[Iterator[Action]]:
-    """The actions of each rank."""
     num_stages = num_ranks * stages_per_rank
     starts = range(0, num_micro_batches, max(num_ranks, 1))
     rounds = [range(first, first + num_ranks) for first in starts]
@@ -187,46 +193,6 @@ def _interleaved(
         ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
         actions = _alternate(forwards, backwards, ahead)
         yield (action for action in actions if action.micro_batch < num_micro_batches)
-
-
-@lru_cache(maxsize=64)
-def zero_bubble(
-    num_stages: int, num_micro_batches: int, deferred: tuple[int, ...] | None = None
-) -> Schedule:
-    """ZB-H1: in flight as 1F1B, but stage s holds back up to s + 1 weight gradients.
-
-    So a gradient reaches the previous stage without waiting for this stage's weights; the deferred
-    ones fill the time in which 1F1B waits for the last micro-batches.
-
-    >>> actions = zero_bubble(2, 3).of_rank(1)
-    >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
-    'F0I0F1I1W0F2I2W1W2'
-    """
-    limits = most_deferred("zero_bubble", num_stages) if deferred is None else deferred
-    actions = map(_split, _one_f_one_b(num_stages, num_micro_batches), limits)
-    return Schedule.of("zero_bubble", num_stages, num_micro_batches, actions)
-
-
-@lru_cache(maxsize=64)
-def interleaved_zero_bubble(
-    num_ranks: int,
-    stages_per_rank: int,
-    num_micro_batches: int,
-    deferred: tuple[int, ...] | None = None,
-) -> Schedule:
-    """The interleaved order, in which rank r holds back up to 2 r + 1 weight gradients.
-
-    A rank's last input gradients wait for r later ones of other ranks. Those take longer than
-    weight gradients do (attention and recomputation are in them), so r of these would not fill the
-    time: with 4 ranks of 3 stages, 8 micro-batches, and passes in the ratio 1 : 1.3 : .7, ranks
-    wait 4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
-    """
-    ranks = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
-    limits = most_deferred("interleaved_zero_bubble", num_ranks) if deferred is None else deferred
-    actions = map(_split, ranks, limits)
-    return Schedule.of(
-        "interleaved_zero_bubble", num_ranks * stages_per_rank, num_micro_batches, actions
-    )
 
 
 def _split(actions: Iterator[Action], most: int) -> Iterator[Action]:
@@ -267,13 +233,19 @@ def make_schedule(
 
     `deferred`: weight gradients that each rank may hold back, where memory is short: it computes
     the oldest early when one more would wait. With 0 it computes both gradients in one pass. None:
-    `most_deferred`.
+    `most_deferred`. So a gradient reaches the previous stage without waiting for weights; theirs
+    fill the time in which 1F1B waits for the last micro-batches.
+
+    >>> for name, rank in (("1f1b", 0), ("zero_bubble", 1)):
+    ...     actions = make_schedule(name, 2, 3).of_rank(rank)
+    ...     print("".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions))
+    F0F1B0F2B1B2
+    F0I0F1I1W0F2I2W1W2
     """
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; use one of {', '.join(SCHEDULES)}")
-    limits: dict[str, Any] = {}
+    most = most_deferred(name, num_ranks)
     if deferred is not None:
-        most = most_deferred(name, num_ranks)
         fits = len(deferred) == num_ranks and all(
             0 <= count <= limit for count, limit in zip(deferred, most, strict=False)
         )
@@ -282,31 +254,10 @@ def make_schedule(
                 f"deferred is {list(deferred)}; on {num_ranks} ranks {name} holds back at most "
                 f"{list(most)} weight gradients"
             )
-        limits["deferred"] = tuple(deferred)
-    if name in _OF_SEVERAL_STAGES:
-        return _OF_SEVERAL_STAGES[name](num_ranks, stages_per_rank, num_micro_batches, **limits)
-    if stages_per_rank != 1:
-        several = " or ".join(repr(schedule) for schedule in _OF_SEVERAL_STAGES)
+    if stages_per_rank != 1 and name not in INTERLEAVED:
+        several = " or ".join(repr(schedule) for schedule in INTERLEAVED)
         raise ConfigError(
             f"{name} runs one stage per rank, not {stages_per_rank}; use schedule {several}"
         )
-    return _OF_ONE_STAGE[name](num_ranks, num_micro_batches, **limits)
-
-
-def takes_several_stages(name: str) -> bool:
-    """Whether a schedule is for several stages per rank.
-
-    >>> takes_several_stages("interleaved"), takes_several_stages("1f1b")
-    (True, False)
-    """
-    return name in _OF_SEVERAL_STAGES
-
-
-_DEFERRED_PER_RANK = {"zero_bubble": 1, "interleaved_zero_bubble": 2}
-"""Weight gradients that a rank holds back more than the one before it."""
-_OF_ONE_STAGE = {"1f1b": one_f_one_b, "gpipe": gpipe, "zero_bubble": zero_bubble}
-_OF_SEVERAL_STAGES = {
-    "interleaved": interleaved,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-}
-SCHEDULES = (*_OF_ONE_STAGE, *_OF_SEVERAL_STAGES)
+    limits = most if deferred is None else tuple(deferred)
+    return _schedule(name, num_ranks, num_micro_batches, stages_per_rank, limits)

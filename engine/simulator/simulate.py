@@ -5,6 +5,7 @@ rank has ended the previous one and all results have arrived. 16,384 operations 
 discrete-event simulation in `tests/support/oracles` agrees to the last nanosecond.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,9 @@ import numpy as np
 from isobatch.balance.kernels import kernel
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import BoolArray, FloatArray, IntArray
-from isobatch.engine.simulator.program import Program
+from isobatch.engine.simulator.program import Encodings, Program, make_program
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.stages import StageCosts
 
 
 class Deadlock(IsobatchError):
@@ -51,6 +54,17 @@ def simulate(program: Program) -> Timeline:
     if done < len(program.duration_ns):
         raise Deadlock(_what_waits(program, end))
     return Timeline(program=program, start_ns=start, end_ns=end)
+
+
+def equal_passes(schedule: Schedule, sends_grad: Sequence[bool]) -> Timeline:
+    """The timeline if all passes take equally long, and sends no time. May raise Deadlock.
+
+    `sends_grad`: whether a gradient comes back to each stage from the next.
+    """
+    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
+    stages = StageCosts.of_times(ones, ones, ones, np.array(sends_grad))
+    encodings = Encodings(forward_ns=ones[0], send_ns=np.zeros_like(ones[0]))
+    return simulate(make_program(schedule, stages, encodings))
 
 
 def critical_path(timeline: Timeline) -> list[int]:

@@ -27,9 +27,9 @@ from isobatch.common.command_line import (
 from isobatch.common.config import options_of
 from isobatch.common.errors import ConfigError
 from isobatch.engine.train.dry_run import dry_run
-from isobatch.engine.train.launch import is_first_process, join_ranks
+from isobatch.engine.train.launch import is_first_rank, join_ranks
 from isobatch.engine.train.measure import measure
-from isobatch.engine.train.options.config import MeasureConfig, RunConfig, TrainConfig
+from isobatch.engine.train.options import MeasureConfig, RunConfig, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, is_mine_to_print
 from isobatch.engine.train.step_source import OpenSource
 from isobatch.engine.train.trainer import train
@@ -79,7 +79,7 @@ def run_command(arguments: list[str]) -> None:
     try:
         make_app()(arguments, prog_name="python -m engine", standalone_mode=False)
     except (UsageError, ConfigError):
-        if is_first_process() or dist.is_initialized():
+        if is_first_rank() or dist.is_initialized():
             raise
         sys.exit(WRONG_CALL)  # all ranks have the same command line: the first says what is wrong
 
@@ -87,7 +87,7 @@ def run_command(arguments: list[str]) -> None:
 def _train(config: TrainConfig) -> None:
     if not config.dry_run:
         _run(train, config)
-    elif is_first_process():
+    elif is_first_rank():
         dry_run(config, StreamingLoader)
 
 
@@ -95,7 +95,7 @@ def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfi
     try:
         work(config, StreamingLoader, join_ranks(config))
     except StoppedBySignal as error:
-        if is_first_process():
+        if is_first_rank():
             print_error(str(error))
         sys.exit(TERMINATED)
     except (Exception, KeyboardInterrupt) as error:

@@ -23,8 +23,7 @@ from isobatch.engine.train.layout import (
     make_replicas,
     num_micro_batches,
 )
-from isobatch.engine.train.options.config import TrainConfig
-from isobatch.engine.train.options.lora_options import PARTS
+from isobatch.engine.train.options import PARTS, TrainConfig
 from isobatch.engine.train.step_source import OpenSource
 from isobatch.engine.train.trainer import frozen_parts, open_trained
 from isobatch.models.clusters import load_cluster

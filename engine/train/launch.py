@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.train.options.config import RunConfig
+from isobatch.engine.train.options import RunConfig
 
 
 def join_ranks(config: RunConfig) -> torch.device:
@@ -32,11 +32,8 @@ def join_ranks(config: RunConfig) -> torch.device:
     return device
 
 
-def is_first_process() -> bool:
-    """Whether this is the first rank, also before the ranks have met."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def is_first_rank() -> bool:
-    """Whether this rank writes files and prints."""
-    return dist.get_rank() == 0
+    """Whether this rank writes files and prints: the first, also before the ranks have met."""
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"

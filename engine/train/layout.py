@@ -9,8 +9,7 @@ from isobatch.common.errors import ConfigError
 from isobatch.engine.planning.partition import even_partition
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.train.models.open_model import PipelineModel, kinds_text
-from isobatch.engine.train.options.config import TrainConfig
-from isobatch.engine.train.options.lora_options import PARTS
+from isobatch.engine.train.options import PARTS, TrainConfig
 from isobatch.models.presets import ModelPreset
 
 

@@ -6,6 +6,7 @@ each (OmniBal 4.2); `evidence.json` has their times. The fastest becomes `plan.j
 recomputed layers as fit. Nothing is trained. Uses the build's first step that has images.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -24,14 +25,12 @@ from isobatch.engine.runtime.pipeline import PipelineOptions
 from isobatch.engine.runtime.profiling.measure_plan import choose_plan, profile_step
 from isobatch.engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
-    TrialOptions,
     evidence,
-    write_evidence,
 )
 from isobatch.engine.runtime.stage_io import Batch
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.models.open_model import open_model
-from isobatch.engine.train.options.config import MeasureConfig
+from isobatch.engine.train.options import MeasureConfig
 from isobatch.engine.train.step_source import OpenSource, StepSource, source_options
 from isobatch.models.clusters import load_cluster
 from isobatch.models.presets import ModelPreset
@@ -74,8 +73,7 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     of_images, of_videos = source.image_token_id, source.video_token_id
     tokens = [of_images] if of_videos is None else [of_images, of_videos]
     profile = profile_step(model.stack, request, batches, tokens, options)
-    trials = TrialOptions(most_run=config.most_run)
-    measured, plan = choose_plan(model.stack, request, profile, batches, options, trials)
+    measured, plan = choose_plan(model.stack, request, profile, batches, options, config.most_run)
     if is_first_rank():
         _write(config.out, profile, measured, plan)
         print(_text(profile, measured, model.names))
@@ -99,7 +97,8 @@ def _write(folder: Path, profile: Profile, measured: MeasuredPartitions, plan: P
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_profile(profile, folder / "profile.json")
-        write_evidence(measured, folder / "evidence.json")
+        text = json.dumps(evidence(measured), indent=1)
+        (folder / "evidence.json").write_text(text + "\n", "utf-8")
         write_plan(plan, folder / "plan.json")
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from None

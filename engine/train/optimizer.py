@@ -8,7 +8,7 @@ from torch import nn
 
 from isobatch.common.errors import ConfigError, first_line
 from isobatch.engine.runtime.optimizer.main_weights import main_param
-from isobatch.engine.train.options.optimizer_options import OptimizerOptions
+from isobatch.engine.train.options import OptimizerOptions
 
 LrFactor = Callable[[int], float]
 """Steps that are done -> the next one's share of the largest learning rate."""

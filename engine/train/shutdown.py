@@ -23,7 +23,7 @@ import torch.distributed as dist
 from isobatch.common.command_line import TERMINATED
 from isobatch.common.errors import IsobatchError
 from isobatch.engine.runtime.errors import ROLL_CALL_S, PeerLost
-from isobatch.engine.train.launch import is_first_process
+from isobatch.engine.train.launch import is_first_rank
 
 TOGETHER_S = 2.0
 """Signals within this time are one: a scheduler may signal a rank that torchrun signals too."""
@@ -64,7 +64,7 @@ class StopSignal:
         if self._noted_at is None:
             self._noted_at = now
         elif now - self._noted_at > TOGETHER_S:
-            if is_first_process():
+            if is_first_rank():
                 os.write(2, b"error: stopped\n")
             os._exit(TERMINATED)
 
@@ -76,7 +76,7 @@ def is_mine_to_print(error: BaseException) -> bool:
     """
     stopped = isinstance(error, KeyboardInterrupt)
     if not dist.is_initialized():
-        return is_first_process() or not stopped
+        return is_first_rank() or not stopped
     try:
         return _is_mine(error, dist.distributed_c10d._get_default_store(), dist.get_rank())
     except RuntimeError:  # the store was on a rank that has ended

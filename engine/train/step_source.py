@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from isobatch.engine.runtime.stage_io import Batch
-from isobatch.engine.train.options.config import RunConfig
+from isobatch.engine.train.options import RunConfig
 from isobatch.models.presets import ModelPreset
 
 

@@ -45,8 +45,7 @@ from isobatch.engine.train.models.lora import (
 )
 from isobatch.engine.train.models.open_model import TINY, PipelineModel, open_model
 from isobatch.engine.train.optimizer import LrFactor, lr_factor, make_optimizer, set_lr
-from isobatch.engine.train.options.config import TrainConfig
-from isobatch.engine.train.options.lora_options import PARTS
+from isobatch.engine.train.options import PARTS, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, StopSignal
 from isobatch.engine.train.step_source import (
     OpenSource,
@@ -58,13 +57,14 @@ from isobatch.engine.train.step_source import (
 from isobatch.engine.train.steps._adaptation import RecomputeAdapter
 from isobatch.engine.train.steps._step_report import (
     LOGGED,
-    StepMeasurement,
     gather_figures,
     report_step,
 )
 from isobatch.engine.train.steps.evaluation import evaluate, open_evaluation
 from isobatch.engine.train.steps.step_tuning import check_same_step, make_tuner
 from isobatch.engine.tuning.step_planner import StepNote
+
+MIB = 2**20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,19 +208,15 @@ def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepR
         figures: dict[str, float] = {}
         if result is not None:
             last = result
-            measurement = StepMeasurement(
-                step=run.step,
-                batches=batches,
-                result=result,
-                lr=config.lr * run.lr_factor(run.step),
-                seconds=now - begun,
-                peak_bytes=run.pipeline.peak_bytes(),
-                before=before,
-                after=after,
-            )
-            figures = gather_figures(measurement, run.num_ranks)
+            known = {
+                "step": run.step,
+                "lr": config.lr * run.lr_factor(run.step),
+                "seconds": now - begun,
+                "peak_mib": (run.pipeline.peak_bytes() or 0) / MIB,
+            }
+            figures = gather_figures(known, batches, result, (before, after), run.num_ranks)
         if run.evaluated is not None and _is_due(run.step + 1, config.eval_every, config.steps):
-            loss = evaluate(run.pipeline, run.evaluated, run.num_ranks).loss
+            loss = evaluate(run.pipeline, run.evaluated, run.num_ranks)
             figures |= {"step": run.step, "eval_loss": loss}
             now = time.perf_counter()
         if figures and is_first_rank():

@@ -12,9 +12,8 @@ import numpy as np
 
 from isobatch.balance.kernels import free_kernel, kernel
 from isobatch.common.types import IntArray
-from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.tuning.order_times import NEVER, OrderProblem, fits, run_order, times_of_orders
-from isobatch.engine.tuning.repack import cluster_costs, cluster_orders
+from isobatch.engine.tuning.pack import cluster_costs, cluster_orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +39,13 @@ def search_clusters(problem: OrderProblem) -> OrderResult:
     return OrderResult(order=orders[best], step_ns=int(times[best]), num_simulated=len(orders))
 
 
-def search_swaps(
-    problem: OrderProblem, start: IntArray, *, trials: int, seed: int = 0
-) -> OrderResult:
+def search_swaps(problem: OrderProblem, start: IntArray, *, trials: int) -> OrderResult:
     """Improve `start` by `trials` random exchanges and moves; ends early at `lower_bound`.
 
     A change is kept unless the step is slower, so that the search crosses plateaus.
     """
     order = np.array(start, np.int64)
-    limits = lower_bound(problem), trials, seed
-    step_ns, num = _climb(problem.kernel(), order, problem.scratch(), limits)
+    step_ns, num = _climb(problem.kernel(), order, problem.scratch(), lower_bound(problem), trials)
     return OrderResult(order=order, step_ns=int(step_ns), num_simulated=int(num))
 
 
@@ -59,7 +55,6 @@ def lower_bound(problem: OrderProblem) -> int:
     A rank computes its passes after those of earlier stages; then the last gradient goes back.
     """
     stages, num_ranks = problem.stages, problem.schedule.num_ranks
-    splits = bool((problem.schedule.kinds == PassKind.WEIGHT_GRAD).any())
     busy = stages.forward_ns.sum(axis=1) + stages.backward_ns.sum(axis=1)
     encoding = problem.ahead.encode_ns
     if problem.ahead.allowed[1:].any():
@@ -68,7 +63,7 @@ def lower_bound(problem: OrderProblem) -> int:
     into, out = np.zeros_like(stages.forward_ns), np.zeros_like(stages.forward_ns)
     for stage in range(1, num_ranks):
         into[stage] = into[stage - 1] + stages.forward_ns[stage - 1] + stages.send_ns[stage - 1]
-        if stages.sends_grad[stage - 1] and not splits:
+        if stages.sends_grad[stage - 1] and not problem.schedule.splits_backward:
             out[stage] = out[stage - 1] + stages.backward_ns[stage - 1] + stages.send_back_ns[stage]
     bounds = [
         int(busy[rank::num_ranks].sum() + into[rank].min() + out[rank].min())
@@ -79,14 +74,10 @@ def lower_bound(problem: OrderProblem) -> int:
 
 # training continues while a thread that works ahead searches
 @free_kernel
-def _climb(kernel, order, scratch, limits):  # type: ignore[no-untyped-def]
-    """Improve `order` in place; -> (its step time, orders simulated).
-
-    `limits`: lower bound of the step time, trials, seed.
-    """
+def _climb(kernel, order, scratch, goal, trials):  # type: ignore[no-untyped-def]
+    """Improve `order` in place; -> (its step time, orders simulated). `goal`: lower bound."""
     actions, times, memory, ahead = kernel
-    goal, trials, seed = limits
-    np.random.seed(seed)
+    np.random.seed(0)  # the same search each time
     count, tried, best_ns = len(order), 0, NEVER
     if fits(actions, memory, order, scratch.now):
         best_ns = run_order(actions, times, ahead, order, scratch)

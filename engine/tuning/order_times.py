@@ -18,9 +18,8 @@ import numpy as np
 from isobatch.balance.kernels import free_kernel, kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.simulator.evaluate import bytes_by_kind, messages_of_ranks
-from isobatch.engine.simulator.program import make_program
 from isobatch.engine.simulator.schedule import Schedule
-from isobatch.engine.simulator.simulate import simulate
+from isobatch.engine.simulator.simulate import equal_passes
 from isobatch.engine.simulator.stages import StageCosts
 
 NONE = -1
@@ -185,11 +184,9 @@ def times_of_orders(problem: OrderProblem, orders: IntArray) -> IntArray:
 @lru_cache(maxsize=64)
 def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
     """Actions sorted by when they begin if all take the same time and sends take none."""
-    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    stages = StageCosts.of_times(ones, ones, ones, np.array(sends_grad))
-    program = make_program(schedule, stages)
-    ranks = schedule.ranks
-    order = np.lexsort((ranks, simulate(program).start_ns))
+    timeline = equal_passes(schedule, sends_grad)
+    program, ranks = timeline.program, schedule.ranks
+    order = np.lexsort((ranks, timeline.start_ns))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     # results that go to another rank

@@ -22,8 +22,7 @@ from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
 from isobatch.engine.simulator.schedule import Schedule
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning.order_times import order_problem, times_of_orders
-from isobatch.engine.tuning.pack import marginal_costs
-from isobatch.engine.tuning.repack import pack_balanced
+from isobatch.engine.tuning.pack import marginal_costs, pack_balanced
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6

@@ -17,8 +17,7 @@ import numpy as np
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray, Groups, IntArray
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads
-from isobatch.engine.simulator.evaluate import schedule_for
-from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.schedule import Schedule, make_schedule
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning._order_search import search_clusters, search_swaps
 from isobatch.engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
@@ -58,8 +57,9 @@ class PartitionedModel:
 
     def make_schedule(self, num_micro_batches: int) -> Schedule:
         """The schedule of so many micro-batches."""
-        stages = self.borders, num_micro_batches, self.stages_per_rank
-        return schedule_for(self.schedule, *stages, self.deferred)
+        per_rank = self.stages_per_rank
+        num_ranks = (len(self.borders) - 1) // per_rank
+        return make_schedule(self.schedule, num_ranks, num_micro_batches, per_rank, self.deferred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +87,6 @@ class TuneOptions:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """Best step with each ingredient and those above it, ns: PipeTune's Table 2."""
-
-    untuned_ns: int
-    """Step of the given micro-batches in their order."""
-    balanced_ns: int
-    """Step packed to even costs, at the given size."""
-    reordered_ns: int
-    """Step in the best order found, with early encoding."""
-    resized_ns: int
-    """Step with any size that fits."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TuneResult:
     """A tuned step."""
@@ -111,9 +97,6 @@ class TuneResult:
     """Most tokens that a micro-batch was allowed."""
     step: EncodedStep
     """Its schedule, costs and timeline."""
-    breakdown: Breakdown
-    fits_untuned: bool
-    """Whether the given micro-batches fit into memory."""
     num_simulated: int
     """Number of orders that were simulated."""
 
@@ -165,14 +148,9 @@ def tune(
             " each"
         )
     untuned, same_size, others = _candidates(samples, micro_batches, pipeline, options)
-    plain = _as_given(untuned)
-    steps = _fitting([plain], pipeline)
-    fits_untuned = bool(steps)
-    steps += _fitting([_as_given(one) for one in same_size], pipeline)
-    balanced_ns = _best_ns(steps, plain)
-    steps += _search([untuned], pipeline, options) + _search(same_size, pipeline, options)
-    reordered_ns = _best_ns(steps, plain)
-    steps += _search(others, pipeline, options)
+    steps = _fitting([_as_given(one) for one in (untuned, *same_size)], pipeline)
+    for candidates in ([untuned], same_size, others):
+        steps += _search(candidates, pipeline, options)
     if not steps:
         raise _nothing_fits([untuned, *same_size, *others], pipeline)
     best = min(steps, key=lambda one: one.step_ns)
@@ -180,20 +158,8 @@ def tune(
         groups=best.candidate.groups.take(best.order),
         max_len=best.candidate.max_len,
         step=best.step,
-        breakdown=Breakdown(
-            untuned_ns=plain.step_ns,
-            balanced_ns=balanced_ns,
-            reordered_ns=reordered_ns,
-            resized_ns=best.step_ns,
-        ),
-        fits_untuned=fits_untuned,
         num_simulated=len(others) + sum(one.num_simulated for one in steps),
     )
-
-
-def _best_ns(steps: Sequence[_Found], plain: _Found) -> int:
-    """The best step so far; the untuned one's while nothing fits."""
-    return min([one.step_ns for one in steps], default=plain.step_ns)
 
 
 def _candidates(

@@ -91,13 +91,22 @@ def packed_batches(lengths: IntArray, cap: int, seed: int) -> Groups:
     By length alone, so that vision is as uneven as it comes. A sample above the cap is alone.
     """
     order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int64)
-    ends = np.cumsum(lengths[order])
+    return Groups(order, pack_in_order(lengths[order], cap).offsets)
+
+
+def pack_in_order(lengths: IntArray, cap: int) -> Groups:
+    """Groups filled in the order of the samples. A sample above the cap is alone.
+
+    >>> pack_in_order(np.array([3, 2, 4, 9, 1]), 6).offsets.tolist()
+    [0, 2, 3, 4, 5]
+    """
+    ends = np.cumsum(lengths)
     offsets = [0]
-    while offsets[-1] < len(order):
+    while offsets[-1] < len(lengths):
         start = offsets[-1]
         before = int(ends[start - 1]) if start else 0
         offsets.append(max(start + 1, int(np.searchsorted(ends, before + cap, side="right"))))
-    return Groups(order, np.array(offsets, np.int64))
+    return Groups(np.arange(len(lengths)), np.array(offsets, np.int64))
 
 
 def best_fit_batches(lengths: IntArray, cap: int, seed: int, block: int = 1_000) -> Groups:

@@ -15,7 +15,7 @@ from papers import page
 from isobatch.engine.cost_model.parallel import Training
 from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from support import ROOT
 from support.cases import for_each
 
@@ -47,7 +47,7 @@ def test_sections_with_times_hold_the_same_figures_but_for_these(name):
 @for_each("sequence_parallel", [True, False])
 def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_parallel):
     pair = models.replace_parallel(models.PAIRS[place], sequence_parallel)
-    costs, schedule = pair.constant_costs, one_f_one_b(pair.pp, models.MICRO_BATCHES)
+    costs, schedule = pair.constant_costs, make_schedule("1f1b", pair.pp, models.MICRO_BATCHES)
     memory = models.a100().usable_memory_bytes
     found = search_partition(costs, schedule, memory)
     borders = models.borders_of(costs, pair.layers)

@@ -24,10 +24,10 @@ from ablation import (
 from ablation.shapes import SHAPES
 from papers import datasets
 
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.engine.cost_model.loads import sample_loads
 from isobatch.engine.simulator.evaluate import evaluate
-from isobatch.engine.simulator.schedule import one_f_one_b
-from isobatch.engine.tuning.pack import pack_in_order
+from isobatch.engine.simulator.schedule import make_schedule
 from isobatch.models.presets import load_model
 
 SHAPE = SHAPES["internvl"]
@@ -128,7 +128,7 @@ def test_the_careful_user_recomputes_no_layer_in_vain(setting: plans.Setting) ->
         for own in data.every(setting.packed(round(limit_tokens), count, plans.EPOCH))
     ]
     largest = plans._with_most_memory(costs[0], costs)
-    schedule = one_f_one_b(2, count)
+    schedule = make_schedule("1f1b", 2, count)
     for layer in np.flatnonzero(careful.recompute):
         less = careful.recompute.copy()
         less[layer] = False

@@ -16,10 +16,8 @@ from isobatch.balance.kernels import kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
-from isobatch.engine.simulator.program import make_program
-from isobatch.engine.simulator.schedule import PassKind, Schedule
-from isobatch.engine.simulator.simulate import simulate
-from isobatch.engine.simulator.stages import StageCosts
+from isobatch.engine.simulator.schedule import Schedule
+from isobatch.engine.simulator.simulate import equal_passes
 
 
 class LayerSums(NamedTuple):
@@ -48,7 +46,7 @@ class LayerSums(NamedTuple):
 
 def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
     """Sums for the windows of a schedule."""
-    is_apart = _is_apart(schedule)
+    is_apart = schedule.splits_backward
     nothing = np.zeros((1, costs.num_micro_batches), np.int64)
     forward, input_grad, weight_grad = (
         np.concatenate([nothing, np.cumsum(times, axis=0)])
@@ -73,39 +71,6 @@ def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
     )
 
 
-def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
-    """Least times of a step with the layers a:b in a stage, (layers + 1, layers + 1).
-
-    Never above the bound of `window_steps`, for ranges by the million: sends take no time here.
-    Entries with b <= a mean nothing.
-    """
-    order = operations(schedule)
-    is_stage = order.stages == stage
-    kinds, numbers = order.kinds[is_stage], order.micro_batches[is_stage]
-    turn = int(np.argmax(np.isin(kinds, (BACKWARD, INPUT_GRAD))))
-    returning = numbers[turn]
-    early = sums.forward[:, numbers[:turn]].sum(axis=1)
-    work = (sums.forward + sums.input_grad + sums.weight_grad).sum(axis=1)
-    # the shortest way back; gradients of weights may follow when nothing waits for the stage
-    back = sums.backward.min(axis=1) * (sums.sends_grad & (not _is_apart(schedule)))
-    # the shortest way to the stage, its work, and the way back
-    bounds = (sums.forward.min(axis=1) - work + back)[:, np.newaxis] + work
-    # the way of the first micro-batch that returns, what then remains for the stage, the way back
-    way = sums.forward[:, returning] + sums.sends_grad * (
-        sums.forward[-1, returning]
-        - sums.forward[:, returning]
-        + sums.backward[-1, returning]
-        - sums.backward[:, returning]
-    )
-    remaining = work - early
-    return np.asarray(np.maximum(bounds, (back - remaining)[:, np.newaxis] + (way + remaining)))
-
-
-def _is_apart(schedule: Schedule) -> bool:
-    """Whether gradients of weights are computed in passes of their own."""
-    return bool((schedule.kinds == PassKind.INPUT_GRAD).any())
-
-
 def _min_before(sends: IntArray) -> IntArray:
     """Least send of the cuts before each cut, without both ends; 0 where there is none."""
     shortest = np.zeros_like(sends)
@@ -116,9 +81,8 @@ def _min_before(sends: IntArray) -> IntArray:
 @lru_cache(maxsize=64)
 def operations(schedule: Schedule) -> ActionOrder:
     """A schedule's actions in the order in which they begin if all take the same time."""
-    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    stages = StageCosts.of_times(ones, ones, ones, np.arange(len(ones)) < len(ones) - 1)
-    order = np.argsort(simulate(make_program(schedule, stages)).start_ns, kind="stable")
+    sends_grad = [True] * (schedule.num_stages - 1) + [False]
+    order = np.argsort(equal_passes(schedule, sends_grad).start_ns, kind="stable")
     return ActionOrder(schedule.kinds[order], schedule.stages[order], schedule.micro_batches[order])
 
 

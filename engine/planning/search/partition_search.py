@@ -20,7 +20,7 @@ from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.planning.bmp import greedy_anchor
 from isobatch.engine.planning.partition import METHODS, by_step_time, check_stages, even_partition
 from isobatch.engine.planning.recompute import InfeasiblePlan, what_would_fit
-from isobatch.engine.planning.search._bounds import range_bounds, window_steps
+from isobatch.engine.planning.search._bounds import window_steps
 from isobatch.engine.planning.search.limits import UNLIMITED, SearchLimits
 from isobatch.engine.planning.search.local_search import (
     NEVER,
@@ -163,11 +163,14 @@ def fastest_chain(evaluator: PartitionEvaluator, limit_ns: int) -> tuple[int, In
     fits = state - state[:, np.newaxis] <= evaluator.memory_bytes
     fits &= places > places[:, np.newaxis]
     nothing = np.zeros((1, costs.num_micro_batches), np.int64)
+    # a stage takes as long as its work: a bound without waiting, for ranges by the million
+    work = (sums.forward + sums.input_grad + sums.weight_grad).sum(axis=1)
+    works = np.where(fits, work - work[:, np.newaxis], limit_ns)
     # by last border: the slowest stage of the fastest chain so far, and its borders before
     best = np.where(places == 0, 0, limit_ns)
     before: list[IntArray] = []
     for stage in range(schedule.num_stages):
-        bounds = np.where(fits, range_bounds(sums, schedule, stage), limit_ns)
+        bounds = works.copy()
         begin, end = np.nonzero(np.maximum(bounds, best[:, np.newaxis]) < limit_ns)
         windows, rows = np.stack([begin, end], axis=1), np.zeros((len(begin), 1), np.int64)
         own_ns = window_steps(schedule, sums, stage, windows, rows, nothing)

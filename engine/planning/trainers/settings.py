@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from isobatch.engine.planning.plan import Plan
 from isobatch.engine.planning.trainers.expressible import TORCH_SCHEDULES, TRAINERS
-from isobatch.engine.planning.trainers.plan_for import TrainerPlan
-from isobatch.engine.planning.trainers.restricted_search import LLM_LAYER
+from isobatch.engine.planning.trainers.plan_for import LLM_LAYER, TrainerPlan
 
 FILES = {
     "megatron": "megatron.sh",

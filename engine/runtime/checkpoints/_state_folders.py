@@ -47,11 +47,6 @@ def finish_state(unfinished: Path, step: int, content: Mapping[str, Any]) -> Pat
         return give_name(unfinished, step)
 
 
-def discard_state(unfinished: Path) -> None:
-    """Remove an incomplete state as far as possible."""
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
 def remove_older(folder: Path, max_states: int) -> None:
     """Remove all states but the newest `max_states`. DataError if one cannot be removed."""
     for *_, old in _states(folder)[:-max_states]:

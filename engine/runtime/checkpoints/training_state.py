@@ -12,6 +12,7 @@ raised on all, in one line: DataError, ConfigError; PeerLost if a rank is lost.
 
 import json
 import pickle
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,6 @@ from isobatch.engine.runtime.checkpoints._state_folders import (
     PROGRESS_NAME,
     begin_state,
     cannot,
-    discard_state,
     finish_state,
     newest_state,
     read_progress,
@@ -187,7 +187,7 @@ class StateSaver:
                 lambda: finish_state(pending.unfinished, pending.step, pending.content)
             )
         except DataError:  # raised on all ranks
-            on_first_rank(lambda: discard_state(pending.unfinished))
+            on_first_rank(lambda: shutil.rmtree(pending.unfinished, ignore_errors=True))
             raise
         on_first_rank(lambda: remove_older(self._folder, self._max_states))
         return target

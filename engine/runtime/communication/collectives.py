@@ -44,13 +44,13 @@ def broadcast(value: T) -> T:
     return box[0]
 
 
-def gather_objects(value: T) -> list[T]:
-    """Every rank's value, on all ranks."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, on all ranks of a group; None: of the world."""
     values = [value]
     if dist.is_initialized():
-        values *= dist.get_world_size()
-        with world_errors():
-            dist.all_gather_object(values, value)
+        values *= dist.get_world_size(group)
+        with peer_errors(dist.get_process_group_ranks(group)):
+            dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -164,7 +164,9 @@ class Merger(SpecLayer):
 def qwen_vl_vision(model: Any) -> list[SpecLayer]:
     """Vision half of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL ForConditionalGeneration."""
     visual, config = model.model.visual, model.config.vision_config
-    rule = GridRule(config.spatial_merge_size, window_tokens(config))
+    side = getattr(config, "window_size", None)
+    window = None if side is None else side // config.spatial_merge_size // config.patch_size
+    rule = GridRule(config.spatial_merge_size, window)
     dtype = dtype_of(visual)
     # Qwen2-VL calls the encoder's width embed_dim, and the language model's hidden_size
     width = getattr(config, "embed_dim", config.hidden_size)
@@ -190,9 +192,3 @@ def qwen_vl_vision(model: Any) -> list[SpecLayer]:
     row_shape = (config.in_channels * config.temporal_patch_size * config.patch_size**2,)
     embedding = NativePatchEmbedding(visual, rule, rows, row_shape=row_shape)
     return [embedding, *layers, Merger(visual, rule, add_specs(merged, range(len(levels)), merged))]
-
-
-def window_tokens(vision: Any) -> int | None:
-    """Side of an encoder's windows in LLM tokens; None if it has none."""
-    side = getattr(vision, "window_size", None)
-    return None if side is None else int(side) // vision.spatial_merge_size // vision.patch_size

@@ -175,21 +175,9 @@ def anyres_vision(model: Any) -> list[SpecLayer]:
 
 def gemma3_vision(model: Any) -> list[SpecLayer]:
     """Vision half of a Gemma3ForConditionalGeneration."""
-    tower, projector = model.model.vision_tower, model.model.multi_modal_projector
-    tower = getattr(tower, "vision_model", tower)
-    config, vision = model.config, model.config.vision_config
-    between = patch_specs(patch_tokens(vision), vision.hidden_size, dtype_of(tower.embeddings))
-    features = row_specs(
-        lambda images: images * config.mm_tokens_per_image,
-        config.text_config.hidden_size,
-        dtype_of(projector),
-    )
-    row_shape = vision.num_channels, *as_pair(vision.image_size)
-    return [
-        PatchEmbedding(tower.embeddings, nn.Identity(), between, row_shape=row_shape),
-        *(VisionLayer(layer, (None,), between) for layer in tower.encoder.layers),
-        Projector(projector, tower.post_layernorm, features, drop_first=False, merge=1),
-    ]
+    tower = getattr(model.model.vision_tower, "vision_model", model.model.vision_tower)
+    norms = nn.Identity(), tower.post_layernorm
+    return _vision_half(model, tower, tower.encoder.layers, (None,), norms)
 
 
 def internvl_vision(model: Any) -> list[SpecLayer]:
@@ -216,13 +204,15 @@ def _vision_half(
     projector = model.model.multi_modal_projector
     tokens = patch_tokens(vision)
     merge = merge_side(config)
-    drop_first = config.vision_feature_select_strategy == "default"
-    per_patch = (tokens - drop_first) // merge**2
+    # Gemma 3 has neither of these: its projector averages all tokens of the last layer
+    drop_first = getattr(config, "vision_feature_select_strategy", "full") == "default"
+    last = getattr(config, "vision_feature_layer", -1)
+    per_patch = getattr(config, "mm_tokens_per_image", (tokens - drop_first) // merge**2)
     between = patch_specs(tokens, vision.hidden_size, dtype_of(tower.embeddings))
     features = row_specs(
         lambda patches: patches * per_patch, config.text_config.hidden_size, dtype_of(projector)
     )
-    used = encoder[: _used_layers(config.vision_feature_layer, len(encoder))]
+    used = encoder[: _used_layers(last, len(encoder))]
     row_shape = vision.num_channels, *as_pair(vision.image_size)
     return [
         PatchEmbedding(tower.embeddings, norms[0], between, row_shape=row_shape),

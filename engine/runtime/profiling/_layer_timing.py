@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.backward import DeferredWeights
 from isobatch.engine.runtime.communication.process_groups import ProcessGroups
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from isobatch.engine.runtime.stage_executor import RankLayers

@@ -1,17 +1,15 @@
 """Trials of the best-ranked partitions: BMP (OmniBal 4.2 and 5.2).
 
 For every candidate a `Pipeline` is made from the same model, runs one step to warm up and three
-that count, and is discarded with its gradients. The first rank searches (`search_bmp`) and
-broadcasts what to run, and finally the result: so all ranks choose the same.
+that count, and is discarded with its gradients. All ranks search (`search_bmp`) by the first rank's
+costs and the slowest rank's times, and so try and choose the same.
 """
 
-import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from isobatch.common.errors import ConfigError, IsobatchError
+from isobatch.common.errors import IsobatchError
 from isobatch.common.types import IntArray
 from isobatch.engine.cost_model.costs import NS_PER_MS, Costs
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory
@@ -32,22 +30,10 @@ from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_io import Batch, LayerStack, set_values
 from isobatch.engine.simulator.evaluate import evaluate
 
+NUM_STEPS = 3
+"""Steps of a trial that count (OmniBal 5.2); one more runs before them."""
 Recompute = Callable[[IntArray], NDArray[np.bool_]]
 """borders -> which layers are recomputed; may raise InfeasiblePlan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialOptions:
-    """Options of the trials."""
-
-    steps: int = 3
-    """Steps that count (OmniBal 5.2); one more runs before them."""
-    radius: int = RADIUS
-    most_run: int = MOST_RUN
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"trials of {self.steps} steps; give at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +48,7 @@ class TrialStep:
     """The world's ranks of each replica, first stage first."""
     options: PipelineOptions = field(default_factory=PipelineOptions)
     recompute: Recompute | None = None
-    """Choice of recomputed layers; None: nothing is recomputed."""
+    """Choice of recomputed layers, the same on all ranks; None: nothing is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +75,13 @@ class MeasuredPartitions:
 
 
 def measure_partitions(
-    model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions | None = None
+    model: LayerStack,
+    costs: Costs,
+    step: TrialStep,
+    *,
+    num_steps: int = NUM_STEPS,
+    radius: int = RADIUS,
+    most_run: int = MOST_RUN,
 ) -> MeasuredPartitions:
     """The fastest of the best-ranked partitions, by running them; the same on all ranks.
 
@@ -97,45 +89,21 @@ def measure_partitions(
     back. `costs`: of the first replica's micro-batches; those of rank 0 count. A partition that
     runs out of memory does not count; InfeasiblePlan if all do. ConfigError as `Pipeline`.
     """
-    trials = _Trials(model, costs, step, options or TrialOptions())
-    return trials.lead() if dist.get_rank() == 0 else trials.follow()
+    trials = _Trials(model, broadcast(costs), step, num_steps)
+    num_stages = len(step.pipelines[0]) * step.options.stages_per_rank
+    bmp = search_bmp(trials.costs, num_stages, trials.try_out, radius=radius, most_run=most_run)
+    return MeasuredPartitions(bmp=bmp, trials=tuple(trials.done))
 
 
 class _Trials:
-    """Trials in progress on one rank."""
+    """Trials in progress; all ranks make the same calls."""
 
-    def __init__(
-        self, model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions
-    ) -> None:
-        self.model, self.costs, self.step, self.options = model, costs, step, options
+    def __init__(self, model: LayerStack, costs: Costs, step: TrialStep, num_steps: int) -> None:
+        self.model, self.costs, self.step, self.num_steps = model, costs, step, num_steps
         self.done: list[PartitionTrial] = []
 
-    def lead(self) -> MeasuredPartitions:
-        """Search, and tell the others what to run."""
-        num_stages = len(self.step.pipelines[0]) * self.step.options.stages_per_rank
-        radius, most_run = self.options.radius, self.options.most_run
-        try:
-            bmp = search_bmp(
-                self.costs, num_stages, self.announce, radius=radius, most_run=most_run
-            )
-        except (ConfigError, InfeasiblePlan) as error:
-            broadcast(error)
-            raise
-        return broadcast(MeasuredPartitions(bmp=bmp, trials=tuple(self.done)))
-
-    def follow(self) -> MeasuredPartitions:
-        """Run what the first rank broadcasts."""
-        while True:
-            message: Any = broadcast(None)
-            if isinstance(message, MeasuredPartitions):
-                return message
-            if isinstance(message, IsobatchError):
-                raise message
-            with suppress(ConfigError, OutOfMemory):  # raised on the first rank too, which decides
-                self.run(*message)
-
-    def announce(self, borders: IntArray) -> int:
-        """Run a partition on all ranks; -> the median time of its steps."""
+    def try_out(self, borders: IntArray) -> int:
+        """The median time of a partition's steps; InfeasiblePlan if it does not fit into memory."""
         step = self.step
         recompute = np.zeros(self.costs.num_layers, np.bool_)
         predicted = None
@@ -147,7 +115,6 @@ class _Trials:
             num_ranks, count = len(step.pipelines[0]), self.costs.num_micro_batches
             schedule = step.options.make_schedule(num_ranks, count)
             predicted = evaluate(self.costs, borders, recompute, schedule).step_ns
-            broadcast((borders, recompute))
             times = self.run(borders, recompute)
         except (OutOfMemory, InfeasiblePlan) as error:
             failure = error
@@ -168,7 +135,7 @@ class _Trials:
         device = torch.device(self.step.options.device)
         with temporary_pipelines(self.model), preserve_rng(device):
             pipeline = self.make(borders, recompute)
-            times = [self.step_ns(pipeline) for _ in range(1 + self.options.steps)]
+            times = [self.step_ns(pipeline) for _ in range(1 + self.num_steps)]
         return tuple(times[1:])
 
     def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
@@ -228,11 +195,6 @@ def _restore(
             layer.to(device)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def write_evidence(measured: MeasuredPartitions, path: Path) -> None:
-    """Write what was tried and chosen as JSON."""
-    path.write_text(json.dumps(evidence(measured), indent=1) + "\n", "utf-8")
 
 
 def evidence(measured: MeasuredPartitions) -> dict[str, Any]:

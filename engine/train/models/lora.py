@@ -14,11 +14,10 @@ from torch import nn
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.engine.runtime.communication.collectives import gather_objects
 from isobatch.engine.runtime.layer_rng import LayerRng, preserve_rng
-from isobatch.engine.runtime.models.weights import gather_shards, names_of, state_dict_of
 from isobatch.engine.runtime.pipeline import Pipeline
 from isobatch.engine.runtime.stage_io import set_values
 from isobatch.engine.train.models.open_model import PipelineModel
-from isobatch.engine.train.options.lora_options import ALL_LINEAR, LoraOptions
+from isobatch.engine.train.options import ALL_LINEAR, LoraOptions
 
 CPU = torch.device("cpu")
 ADAPTER = ".lora_"
@@ -104,12 +103,10 @@ def export_adapters(
 
     All ranks call it; -> whether this one wrote.
     """
-    pipeline.gather_weights()
-    assert model.weights is not None  # a model of transformers
-    local = state_dict_of(pipeline.layers, names_of(model.whole, model.stack.layers))
-    shards = gather_shards(model.whole, local, model.weights.value, only=ADAPTER)
     adapters = {
-        name.replace(".default", ""): tensor for shard in shards for name, tensor in shard.items()
+        name.replace(".default", ""): tensor
+        for shard in model.shards(pipeline, only=ADAPTER)
+        for name, tensor in shard.items()
     }
     if dist.get_rank() > 0:
         return False

@@ -7,12 +7,13 @@ layers.
 
 import json
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.analytical import layer_names
@@ -91,12 +92,16 @@ class PipelineModel:
             if listed.part in parts:
                 layer.requires_grad_(False)
 
-    def export(self, pipeline: Pipeline, folder: Path) -> bool:
-        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
+    def shards(self, pipeline: Pipeline, *, only: str = "") -> Iterator[dict[str, Tensor]]:
+        """The trained parameters as `gather_shards` gives them; all ranks take all shards."""
         assert self.weights is not None  # a model of transformers
         pipeline.gather_weights()
         local = state_dict_of(pipeline.layers, names_of(self.whole, self.stack.layers))
-        shards = gather_shards(self.whole, local, self.weights.value)
+        return gather_shards(self.whole, local, self.weights.value, only=only)
+
+    def export(self, pipeline: Pipeline, folder: Path) -> bool:
+        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
+        shards = self.shards(pipeline)
         if dist.get_rank() > 0:
             deque(shards, maxlen=0)
             return False

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.models.vision_layers import merge_tokens
 from isobatch.engine.runtime.stage_io import (
     LOSS,
     Batch,
@@ -121,12 +122,9 @@ class TinyProjector(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """features (tiles * 17, ViT width) -> features (tiles * 4, LLM width)."""
-        side = GRID // MERGE
         # without class tokens
         patches = inputs["features"].view(-1, VIT_TOKENS, VIT_WIDTH)[:, 1:]
-        grid = patches.reshape(-1, side, MERGE, side, MERGE, VIT_WIDTH)
-        merged = grid.transpose(2, 3)
-        return {"features": self.project(merged.reshape(-1, MERGE**2 * VIT_WIDTH))}
+        return {"features": self.project(merge_tokens(patches, MERGE).flatten(0, 1))}
 
 
 class TinyTokenEmbedding(nn.Module):

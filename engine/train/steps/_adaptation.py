@@ -23,7 +23,7 @@ from isobatch.engine.runtime.stage_io import Batch
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.layout import Layout
 from isobatch.engine.train.models.open_model import PipelineModel
-from isobatch.engine.train.options.config import GIB, ONE_STAGE, TrainConfig
+from isobatch.engine.train.options import GIB, ONE_STAGE, TrainConfig
 from isobatch.engine.train.step_source import SourceStep
 from isobatch.engine.train.steps.step_tuning import costs_of, read_model_profile
 

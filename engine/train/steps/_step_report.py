@@ -1,7 +1,6 @@
 """Figures of a training step over all ranks: a line for people, and one of JSON."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.train.step_source import SourceStep
 from isobatch.engine.tuning.step_planner import StepNote
 
-MIB = 2**20
 LOGGED = {
     "loss": "loss",
     "lr": "lr",
@@ -28,54 +26,41 @@ LOGGED = {
 """Figure of a step that only the trainer knows -> its name in a log."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMeasurement:
-    """A finished step as one rank measured it."""
+def gather_figures(
+    known: dict[str, float],
+    batches: SourceStep,
+    result: StepResult,
+    stats: tuple[Any, Any],
+    num_ranks: int,
+) -> dict[str, float]:
+    """Figures of a step over all ranks, which all call it; `num_ranks` per pipeline.
 
-    step: int
-    batches: SourceStep
-    result: StepResult
-    lr: float
-    """Learning rate, of parts without one of their own."""
-    seconds: float
-    peak_bytes: int | None
-    """Peak memory of its GPU."""
-    before: Any
-    """Figures of its step source before the step was taken."""
-    after: Any
-
-
-def gather_figures(measurement: StepMeasurement, num_ranks: int) -> dict[str, float]:
-    """Figures of a step over all ranks; `num_ranks` per pipeline."""
-    result, after, before, note = (
-        measurement.result,
-        measurement.after,
-        measurement.before,
-        measurement.batches.note,
-    )
-    device = measurement.batches[0].input_ids.device
+    `known`: step, learning rate, seconds, and the peak of this rank's GPU. `stats`: of its source,
+    before the step was taken and after.
+    """
+    before, after = stats
+    note = batches.note
+    device = batches[0].input_ids.device
     columns = {
         "loss": result.loss,
-        "labels": sum(_label_weights(batch) for batch in measurement.batches),
+        "labels": sum(_label_weights(batch) for batch in batches),
         "busy_ns": int((result.end_ns - result.start_ns).sum()),
         "span_ns": int(result.end_ns.max(initial=0)),
-        "tokens": sum(len(batch.input_ids) for batch in measurement.batches),
-        "micro_batches": len(measurement.batches),
+        "tokens": sum(len(batch.input_ids) for batch in batches),
+        "micro_batches": len(batches),
         "data_s": after.waiting_s - before.waiting_s,
         "tuning_s": after.planning_s - before.planning_s,
         "tuned_ns": note.step_ns if isinstance(note, StepNote) else 0,
-        "peak_bytes": measurement.peak_bytes or 0,
+        "peak_mib": known["peak_mib"],
     }
     mine = torch.tensor(list(columns.values()), dtype=torch.float64, device=device)
     # each (ranks,)
     all_of = dict(zip(columns, torch.stack(all_gather(mine)).cpu().numpy().T, strict=True))
     figures = {
-        "step": measurement.step,
+        **known,
         # mean over the step's labels, whatever its losses were divided by
-        "loss": measurement.batches[0].loss_normalizer
+        "loss": batches[0].loss_normalizer
         * float(all_of["loss"].sum() / max(1.0, all_of["labels"].sum())),
-        "lr": measurement.lr,
-        "seconds": measurement.seconds,
         "tokens": int(all_of["tokens"].sum()) // num_ranks,
         "micro_batches": int(all_of["micro_batches"].sum()) // num_ranks,
         # from a step's first pass to its last one, on any rank
@@ -84,7 +69,7 @@ def gather_figures(measurement: StepMeasurement, num_ranks: int) -> dict[str, fl
         "data_s": float(all_of["data_s"].max()),
         "dist_ratio_vit": after.dist_ratio_vit,
         "dist_ratio_llm": after.dist_ratio_llm,
-        "peak_mib": float(all_of["peak_bytes"].max()) / MIB,
+        "peak_mib": float(all_of["peak_mib"].max()),
     }
     if isinstance(note, StepNote):
         figures |= {

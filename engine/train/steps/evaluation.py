@@ -4,7 +4,6 @@ The loader's evaluation mode gives the samples in stored order, whatever the ran
 does not depend on partition and replicas, but for roundings, and training goes on as without it.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +16,6 @@ from isobatch.engine.train.step_source import OpenSource, StepSource
 
 SAME = ("model", "image_token_id", "video_token_id", "vocab_size")
 """What an evaluated build has as the one that is trained on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The loss of a build."""
-
-    loss: float
-    """Mean over all labels; 0 if there are none."""
-    labels: int
 
 
 def open_evaluation(
@@ -43,11 +33,11 @@ def open_evaluation(
     return source
 
 
-def evaluate(pipeline: Pipeline, source: StepSource, num_ranks: int) -> Evaluation:
-    """The loss over all ranks, which all call it; `num_ranks` per pipeline."""
+def evaluate(pipeline: Pipeline, source: StepSource, num_ranks: int) -> float:
+    """Mean loss of all labels, 0 without any. All ranks call it; `num_ranks` per pipeline."""
     sums = torch.zeros(2, dtype=torch.float64)
     for step in source:
         sums[0] += pipeline.evaluate(list(step))
         sums[1] += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
     loss, labels = (torch.stack(all_gather(sums)).sum(0) / num_ranks).tolist()
-    return Evaluation(loss=loss / max(1.0, labels), labels=round(labels))
+    return float(loss / max(1.0, labels))

@@ -19,7 +19,7 @@ from isobatch.engine.planning.plan import Plan
 from isobatch.engine.runtime.communication.collectives import all_gather
 from isobatch.engine.train.layout import Layout
 from isobatch.engine.train.models.open_model import PipelineModel, kinds_text
-from isobatch.engine.train.options.config import TrainConfig
+from isobatch.engine.train.options import TrainConfig
 from isobatch.engine.tuning.precompute import frozen_encoder
 from isobatch.engine.tuning.step_planner import StepNote, TunedSteps
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions

@@ -1,7 +1,7 @@
 """What a step planner is asked and answers: samples, and who works on which.
 
 For the loaders, which ask, and for whoever balances a step: PipeTune's packing
-(`engine.tuning.repack`) makes other micro-batches, OrchMLLM's dispatching
+(`engine.tuning.pack`) makes other micro-batches, OrchMLLM's dispatching
 (`engine.dispatching`) gives each encoder's work to other ranks. The loader then reads each image
 only on the rank that encodes it. Pure; every rank asks, so planners are deterministic:
 who works on a sample must not depend on who asks.

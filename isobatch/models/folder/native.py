@@ -107,7 +107,7 @@ def _qwen(files: ModelFiles, model: ModelFiles, markup: MediaMarkup) -> ModelPre
         context_len=text.count("max_position_embeddings"),
         image_markup=markup,
         vision=_native_rule(files.image_table(_QWEN)),
-        vit=_qwen_vit(part_of(model, "vision_config"), text),
+        vit=qwen_vit(part_of(model, "vision_config"), text),
         llm=llm_shape(text),
     )
 
@@ -146,7 +146,8 @@ def _native_rule(images: JsonTable) -> NativeRule:
     return rule
 
 
-def _qwen_vit(vision: JsonTable, text: JsonTable) -> VitShape:
+def qwen_vit(vision: JsonTable, text: JsonTable) -> VitShape:
+    """Dimensions of an encoder of Qwen-VL."""
     # Qwen2-VL calls the encoder's width embed_dim, and the language model's hidden_size
     is_first = "embed_dim" in vision
     width = vision.count("embed_dim" if is_first else "hidden_size")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from isobatch.engine.charts.trace import GIB, TraceStep, make_trace, path_parts, write_trace
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import SCHEDULES, PassKind
 from isobatch.engine.simulator.simulate import critical_path
 from support.costs.chart_steps import chart_step
+from support.costs.random_costs import schedule_for
 from support.costs.random_steps import random_costs
 
 

@@ -14,12 +14,13 @@ from isobatch.engine.cost_model.loads import Loads, PhaseLoads, labelled
 from isobatch.engine.cost_model.operations import Attention, MatMul
 from isobatch.engine.cost_model.parallel import Parallelism, Training
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.models.clusters import load_cluster
 from isobatch.models.flops import ComputeLoad, FlopsModel
 from isobatch.models.layer_bytes import LOSS_CHUNK
 from isobatch.models.presets import load_model
 from support.cases import for_each
+from support.costs.random_costs import schedule_for
 
 INTERNVL, A100 = load_model("internvl_1_5"), load_cluster("a100_80g")
 OMNIBAL = Parallelism(tp=2, pp=4, dp=4)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.types import COUNT_COLUMNS, Counts
 from isobatch.engine.cost_model.loads import Loads, joined_loads, packed_loads, sample_loads
-from isobatch.engine.tuning.pack import pack_in_order
 from isobatch.models.presets import load_model
 from support.costs.linear_costs import mixed_samples
 

@@ -6,10 +6,10 @@ import pytest
 from isobatch.common.errors import ConfigError
 from isobatch.engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, in_flight
 from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
-from isobatch.engine.simulator.evaluate import memory_of, schedule_for
+from isobatch.engine.simulator.evaluate import memory_of
 from isobatch.engine.simulator.stages import stage_costs
 from support.cases import for_each
-from support.costs.random_costs import vlm
+from support.costs.random_costs import schedule_for, vlm
 
 
 class Model:

@@ -67,7 +67,7 @@ def test_a_plan_of_version_2_is_read_as_one_of_all_logits(plan):
 
 
 def test_the_hash_is_that_of_the_question(plan):
-    assert planner.plan(plan_request(), search="bmp").plan.inputs_hash == plan.inputs_hash
+    assert planner.plan(plan_request()).plan.inputs_hash == plan.inputs_hash
     others = [
         plan_request(memory_bytes=plan.memory_bytes + 1),
         plan_request(loads=uneven_loads(32, 7, model="internvl_1_5")),

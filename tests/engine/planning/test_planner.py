@@ -30,10 +30,11 @@ from isobatch.engine.planning.recompute import InfeasiblePlan, choose_recompute
 from isobatch.engine.planning.search.limits import SearchLimits
 from isobatch.engine.planning.search.partition_search import search_partition
 from isobatch.engine.runtime.pipeline import PipelineOptions
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import most_deferred
 from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
+from support.costs.random_costs import schedule_for
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +150,6 @@ def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched
         except InfeasiblePlan:
             continue
         assert evaluate(costs, borders, recompute, schedule).step_ns >= best.step_ns
-
-
-def test_both_searches_find_a_plan_and_the_local_one_is_no_slower():
-    asked = one_step()
-    local, bmp = planner.plan(asked), planner.plan(asked, search="bmp")
-    assert local.best.step_ns <= bmp.best.step_ns
-    assert local.plan.gap is not None
-    assert bmp.plan.gap is None
 
 
 def test_what_does_not_fit_says_so():

@@ -13,12 +13,11 @@ from isobatch.engine.planning.rank_memory import (
 from isobatch.engine.planning.recompute import (
     InfeasiblePlan,
     choose_recompute,
-    fitted_step,
 )
-from isobatch.engine.simulator.evaluate import memory_of, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate, memory_of
 from isobatch.engine.simulator.stages import stage_costs
 from support.cases import draws, for_each
-from support.costs.random_costs import SHAPES, random_model, vlm
+from support.costs.random_costs import SHAPES, random_model, schedule_for, vlm
 
 
 def instance(seed, *, most_layers=9):
@@ -166,6 +165,8 @@ def test_a_step_that_fits_recomputes_and_is_slower():
     borders = np.array([0, 12, costs.num_layers])
     schedule = schedule_for("1f1b", borders, 8)
     need = int(peaks(costs, borders, schedule, np.zeros(costs.num_layers, bool)).max())
-    assert fitted_step(costs, schedule, need)(borders) < fitted_step(costs, schedule, need - 1)(
-        borders
-    )
+    steps = [
+        evaluate(costs, borders, choose_recompute(costs, borders, schedule, memory), schedule)
+        for memory in (need, need - 1)
+    ]
+    assert steps[0].step_ns < steps[1].step_ns

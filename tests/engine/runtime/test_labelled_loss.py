@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.backward import DeferredWeights
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from isobatch.tensors import token_loss
 from isobatch.tensors.token_loss import labelled_loss, loss_sum, shift_labels

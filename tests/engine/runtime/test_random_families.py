@@ -20,9 +20,9 @@ pytest.importorskip("peft")
 from isobatch.engine.cost_model.training_mode import TrainingMode
 from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
-from isobatch.engine.simulator.schedule import SCHEDULES, most_deferred, takes_several_stages
+from isobatch.engine.simulator.schedule import INTERLEAVED, SCHEDULES, most_deferred
 from isobatch.engine.train.models.lora import add_adapters
-from isobatch.engine.train.options.lora_options import PARTS, LoraOptions
+from isobatch.engine.train.options import PARTS, LoraOptions
 from support.models.family_models import FAMILIES, make_family_batch, make_family_model
 from support.models.tiny_models import make_batch, make_model
 from support.rank_programs.rank_cases import reduced_gradient
@@ -76,7 +76,7 @@ def random_case(seed: int, world: int) -> FamilyCase:
         pp=pp,
         dp=world // pp,
         schedule=schedule,
-        stages_per_rank=2 if takes_several_stages(schedule) and pp < 4 else 1,
+        stages_per_rank=2 if schedule in INTERLEAVED and pp < 4 else 1,
         deferred=tuple(rng.integers(0, limit + 1) for limit in limits) if is_bound else None,
         mode=MODES[int(rng.integers(len(MODES)))],
         recompute=float(rng.choice([0, 0.5, 1])),

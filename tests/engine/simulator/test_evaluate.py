@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.simulator.evaluate import evaluate, memory_of, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate, memory_of
 from isobatch.engine.simulator.schedule import SCHEDULES
 from isobatch.engine.simulator.stages import stage_costs
 from support.cases import for_each
+from support.costs.random_costs import schedule_for
 from support.costs.random_steps import as_oracle, random_costs
 from support.oracles.simulation_oracle import Pipeline
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from isobatch.engine.simulator.evaluate import memory_of
-from isobatch.engine.simulator.schedule import SCHEDULES, make_schedule, one_f_one_b
+from isobatch.engine.simulator.schedule import SCHEDULES, make_schedule
 from isobatch.engine.simulator.stages import stage_costs
 from support.cases import for_each
 from support.costs.random_steps import NAMES, permuted, random_costs
@@ -93,4 +93,4 @@ def test_stage_s_of_1f1b_holds_the_micro_batches_of_the_stages_that_are_left():
     flat |= {"saved_bytes": np.full((4, 8), 10), "working_bytes": nothing, "sent_bytes": nothing}
     flat["state_bytes"] = np.arange(4) * 100
     stages = stage_costs(type(costs)(**flat), np.arange(5), np.zeros(4, bool))
-    assert memory_of(one_f_one_b(4, 8), stages).peak_bytes.tolist() == [40, 130, 220, 310]
+    assert memory_of(make_schedule("1f1b", 4, 8), stages).peak_bytes.tolist() == [40, 130, 220, 310]

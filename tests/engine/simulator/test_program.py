@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from isobatch.engine.simulator.program import make_program
-from isobatch.engine.simulator.schedule import one_f_one_b
+from isobatch.engine.simulator.schedule import make_schedule
 from support.cases import draws, for_each
 from support.costs.random_steps import (
     NAMES,
@@ -65,10 +65,10 @@ def test_costs_of_another_shape_are_refused():
     with pytest.raises(
         ValueError, match="the schedule has 2 stages and 3 micro-batches, the costs 2 and 4"
     ):
-        make_program(one_f_one_b(2, 3), constant_stages(2, 4))
+        make_program(make_schedule("1f1b", 2, 3), constant_stages(2, 4))
 
 
 def test_encoding_ahead_needs_its_times():
-    schedule = permuted(one_f_one_b(2, 3), np.random.default_rng(0), ahead=[1])
+    schedule = permuted(make_schedule("1f1b", 2, 3), np.random.default_rng(0), ahead=[1])
     with pytest.raises(ValueError, match="the schedule encodes ahead, but no encodings are given"):
         make_program(schedule, constant_stages(2, 3))

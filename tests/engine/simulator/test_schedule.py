@@ -6,16 +6,12 @@ import pytest
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.simulator.schedule import (
+    INTERLEAVED,
     SCHEDULES,
     Action,
     PassKind,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
     make_schedule,
     most_deferred,
-    one_f_one_b,
-    zero_bubble,
 )
 from support.cases import for_each
 
@@ -66,8 +62,7 @@ def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_ba
 @for_each(("ranks", "micro_batches"), SIZES)
 @for_each("chunks", [1, 2, 4])
 def test_rank_r_runs_every_stage_that_leaves_the_rest_r(ranks, chunks, micro_batches):
-    made = interleaved, interleaved_zero_bubble
-    orders = [all_of(one(ranks, chunks, micro_batches)) for one in made]
+    orders = [all_of(make_schedule(name, ranks, micro_batches, chunks)) for name in INTERLEAVED]
     for rank, own in [pair for each in orders for pair in enumerate(each)]:
         assert {action.stage for action in own} == {rank + chunk * ranks for chunk in range(chunks)}
 
@@ -76,7 +71,10 @@ def test_rank_r_runs_every_stage_that_leaves_the_rest_r(ranks, chunks, micro_bat
 def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are_left(
     stages, micro_batches
 ):
-    for schedule in (one_f_one_b(stages, micro_batches), zero_bubble(stages, micro_batches)):
+    for schedule in (
+        make_schedule("1f1b", stages, micro_batches),
+        make_schedule("zero_bubble", stages, micro_batches),
+    ):
         inputs = [
             [action for action in own if action.kind is not PassKind.WEIGHT_GRAD]
             for own in all_of(schedule)
@@ -97,7 +95,7 @@ def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are
 def test_zero_bubble_keeps_no_more_than_the_first_stage_of_1f1b(stages, micro_batches):
     # ZB-H1's memory: the first s weight gradients of stage s wait, which has s fewer micro-batches
     # under way
-    for own in all_of(zero_bubble(stages, micro_batches)):
+    for own in all_of(make_schedule("zero_bubble", stages, micro_batches)):
         assert under_way(own) <= min(stages, micro_batches)
 
 
@@ -126,7 +124,7 @@ def test_limits_of_deferral_that_cannot_be_are_refused(name, deferred):
 
 
 def test_zero_bubble_leaves_weight_gradients_for_the_end():
-    assert [text(own) for own in all_of(zero_bubble(3, 3))] == [
+    assert [text(own) for own in all_of(make_schedule("zero_bubble", 3, 3))] == [
         "F0F1F2I0W0I1W1I2W2",
         "F0F1I0F2I1W0I2W1W2",
         "F0I0F1I1F2I2W0W1W2",
@@ -139,8 +137,7 @@ def test_zero_bubble_keeps_the_interleaved_order_and_defers_two_weight_gradients
     ranks, chunks, micro_batches
 ):
     plain, split = (
-        all_of(made(ranks, chunks, micro_batches))
-        for made in (interleaved, interleaved_zero_bubble)
+        all_of(make_schedule(name, ranks, micro_batches, chunks)) for name in INTERLEAVED
     )
     for rank, (whole, own) in enumerate(zip(plain, split, strict=True)):
         rest = [action for action in own if action.kind is not PassKind.WEIGHT_GRAD]
@@ -153,7 +150,7 @@ def test_zero_bubble_keeps_the_interleaved_order_and_defers_two_weight_gradients
 def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
     stages, micro_batches
 ):
-    schedule = interleaved(stages, 1, micro_batches)
+    schedule = make_schedule("interleaved", stages, micro_batches, 1)
     for rank, own in enumerate(all_of(schedule)):
         for kind in (PassKind.FORWARD, PassKind.BACKWARD):
             assert [action.micro_batch for action in own if action.kind is kind] == list(
@@ -164,7 +161,9 @@ def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
 
 def test_interleaving_passes_a_round_through_each_stage_in_turn():
     forwards = [
-        action for action in interleaved(2, 2, 4).of_rank(0) if action.kind is PassKind.FORWARD
+        action
+        for action in make_schedule("interleaved", 2, 4, 2).of_rank(0)
+        if action.kind is PassKind.FORWARD
     ]
     assert [(action.stage, action.micro_batch) for action in forwards] == [
         (0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3),
@@ -172,7 +171,7 @@ def test_interleaving_passes_a_round_through_each_stage_in_turn():
 
 
 def test_gpipe_goes_back_from_the_last_micro_batch():
-    assert [text(own) for own in all_of(gpipe(2, 3))] == ["F0F1F2B2B1B0"] * 2
+    assert [text(own) for own in all_of(make_schedule("gpipe", 2, 3))] == ["F0F1F2B2B1B0"] * 2
 
 
 def test_schedules_are_made_once():

@@ -7,14 +7,11 @@ import pytest
 
 from isobatch.engine.simulator.program import make_program
 from isobatch.engine.simulator.schedule import (
+    INTERLEAVED,
     Action,
     PassKind,
     Schedule,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    one_f_one_b,
-    zero_bubble,
+    make_schedule,
 )
 from isobatch.engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
 from support.cases import draws, for_each
@@ -127,7 +124,7 @@ def chart(timeline, letters="FBIWE"):
 
 
 def test_a_chart_of_1f1b_with_two_stages_drawn_by_hand():
-    timeline = simulate(make_program(one_f_one_b(2, 3), constant_stages(2, 3)))
+    timeline = simulate(make_program(make_schedule("1f1b", 2, 3), constant_stages(2, 3)))
     assert chart(timeline) == [
         "FF..BBFBB.BB",
         ".FBBFBBFBB..",
@@ -139,7 +136,7 @@ def test_a_chart_of_1f1b_with_two_stages_drawn_by_hand():
 
 
 def test_a_chart_of_1f1b_with_four_stages_drawn_by_hand():
-    timeline = simulate(make_program(one_f_one_b(4, 4), constant_stages(4, 4)))
+    timeline = simulate(make_program(make_schedule("1f1b", 4, 4), constant_stages(4, 4)))
     assert chart(timeline, "numbers") == [
         "0123......00.11.22.33",
         ".012....00311.22.33..",
@@ -149,7 +146,7 @@ def test_a_chart_of_1f1b_with_four_stages_drawn_by_hand():
 
 
 def test_a_chart_of_gpipe_drawn_by_hand():
-    timeline = simulate(make_program(gpipe(3, 2), constant_stages(3, 2)))
+    timeline = simulate(make_program(make_schedule("gpipe", 3, 2), constant_stages(3, 2)))
     assert chart(timeline) == [
         "FF......BBBB",
         ".FF...BBBB..",
@@ -158,7 +155,7 @@ def test_a_chart_of_gpipe_drawn_by_hand():
 
 
 def test_a_chart_with_time_to_send_drawn_by_hand():
-    timeline = simulate(make_program(one_f_one_b(2, 2), constant_stages(2, 2, send=1)))
+    timeline = simulate(make_program(make_schedule("1f1b", 2, 2), constant_stages(2, 2, send=1)))
     assert chart(timeline) == [
         "FF....BB.BB",
         "..FBBFBB...",
@@ -169,7 +166,7 @@ def test_sends_to_one_rank_go_one_after_the_other():
     # gpipe: rank 0 has both outputs made at 1 and 2; each takes 10 to travel, the second leaves
     # when the first is there
     stages = constant_stages(2, 2, send=10)
-    timeline = simulate(make_program(gpipe(2, 2), stages))
+    timeline = simulate(make_program(make_schedule("gpipe", 2, 2), stages))
     assert timeline.start_ns[timeline.program.schedule.rank_offsets[1] :].tolist()[:2] == [11, 21]
     sent = transfers(timeline)
     forward = sent.crosses & (sent.sources < 2)
@@ -181,7 +178,10 @@ def test_sends_to_one_rank_go_one_after_the_other():
 @for_each("stages", [2, 4])
 def test_1f1b_and_gpipe_wait_for_one_micro_batch_per_other_stage(stages, micro_batches):
     costs = constant_stages(stages, micro_batches)
-    for schedule in (one_f_one_b(stages, micro_batches), gpipe(stages, micro_batches)):
+    for schedule in (
+        make_schedule("1f1b", stages, micro_batches),
+        make_schedule("gpipe", stages, micro_batches),
+    ):
         timeline = simulate(make_program(schedule, costs))
         assert timeline.step_ns == 3 * micro_batches + 3 * (stages - 1)
         np.testing.assert_allclose(
@@ -193,7 +193,7 @@ def test_1f1b_and_gpipe_wait_for_one_micro_batch_per_other_stage(stages, micro_b
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_interleaving_divides_the_bubble_by_the_stages_per_rank(ranks, chunks):
     micro_batches = 3 * ranks
-    schedule = interleaved(ranks, chunks, micro_batches)
+    schedule = make_schedule("interleaved", ranks, micro_batches, chunks)
     timeline = simulate(make_program(schedule, constant_stages(ranks * chunks, micro_batches)))
     # a stage is 1/chunks of what a rank of 1F1B computes, so this is 3 * chunks * (ranks - 1) /
     # chunks
@@ -211,8 +211,13 @@ def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight
         stages, micro_batches, forward=forward, input_grad=input_grad, weight_grad=weight_grad
     )
     work = micro_batches * (forward + input_grad + weight_grad)
-    bubble = simulate(make_program(zero_bubble(stages, micro_batches), costs)).step_ns - work
-    plain = simulate(make_program(one_f_one_b(stages, micro_batches), costs)).step_ns - work
+    bubble = (
+        simulate(make_program(make_schedule("zero_bubble", stages, micro_batches), costs)).step_ns
+        - work
+    )
+    plain = (
+        simulate(make_program(make_schedule("1f1b", stages, micro_batches), costs)).step_ns - work
+    )
     assert plain == (stages - 1) * (forward + input_grad + weight_grad)
     assert bubble == (stages - 1) * (forward + input_grad - weight_grad)
 
@@ -221,8 +226,8 @@ def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight
 @for_each("chunks", [1, 2, 3, 5])
 def test_interleaving_never_stands_still(ranks, chunks):
     for micro_batches in range(1, 3 * ranks + 3):
-        for made in (interleaved, interleaved_zero_bubble):
-            schedule = made(ranks, chunks, micro_batches)
+        for name in INTERLEAVED:
+            schedule = make_schedule(name, ranks, micro_batches, chunks)
             costs = constant_stages(ranks * chunks, micro_batches)
             timeline = simulate(make_program(schedule, costs))
             assert timeline.step_ns >= 3 * chunks * micro_batches
@@ -245,8 +250,8 @@ def test_deferred_weight_gradients_fill_the_interleaved_bubbles(
             weight_grad=weight_grad,
         )
         plain, split = (
-            simulate(make_program(made(ranks, chunks, micro_batches), costs)).step_ns
-            for made in (interleaved, interleaved_zero_bubble)
+            simulate(make_program(make_schedule(name, ranks, micro_batches, chunks), costs)).step_ns
+            for name in INTERLEAVED
         )
         assert split < plain
 
@@ -254,8 +259,8 @@ def test_deferred_weight_gradients_fill_the_interleaved_bubbles(
 def test_interleaved_zero_bubble_waits_as_its_docstring_says():
     costs = constant_stages(12, 8, forward=10, input_grad=13, weight_grad=7)
     waiting = [
-        simulate(make_program(made(4, 3, 8), costs)).bubble_ratio
-        for made in (interleaved, interleaved_zero_bubble)
+        simulate(make_program(make_schedule(name, 4, 8, 3), costs)).bubble_ratio
+        for name in INTERLEAVED
     ]
     np.testing.assert_allclose(waiting[0], 0.111, atol=5e-4)
     np.testing.assert_allclose(waiting[1], 0.040, atol=5e-4)
@@ -287,7 +292,7 @@ def test_what_held_a_result_up_on_its_way_is_on_the_critical_path():
     # the second output is made long before the first has arrived: without the first one's pass it
     # would not be faster
     stages = constant_stages(2, 2, send=10)
-    timeline = simulate(make_program(gpipe(2, 2), stages))
+    timeline = simulate(make_program(make_schedule("gpipe", 2, 2), stages))
     schedule = timeline.program.schedule
     path = [str(schedule.action(place)) for place in critical_path(timeline)]
     assert path[:2] == [

@@ -10,7 +10,7 @@ import torch
 
 import isobatch.engine.cli
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.train.options.config import TrainConfig
+from isobatch.engine.train.options import TrainConfig
 from support.builds.audio_build import build_heard
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

@@ -4,12 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobatch.engine.tuning.pack import (
-    balanced_packings,
-    lengths_to_try,
-    marginal_costs,
-    pack_in_order,
-)
+from isobatch.balance.baseline_samplers import pack_in_order
+from isobatch.engine.tuning.pack import balanced_packings, lengths_to_try, marginal_costs
 from support.cases import for_each
 from support.costs.linear_costs import LinearModel, mixed_samples
 

@@ -11,13 +11,7 @@ import pytest
 from isobatch.common.errors import ConfigError
 from isobatch.engine.simulator.evaluate import memory_of
 from isobatch.engine.simulator.program import Encodings, make_program
-from isobatch.engine.simulator.schedule import (
-    Action,
-    PassKind,
-    Schedule,
-    make_schedule,
-    one_f_one_b,
-)
+from isobatch.engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 from isobatch.engine.simulator.simulate import simulate, transfers
 from isobatch.engine.simulator.stages import stage_costs
 from isobatch.engine.tuning.order_times import (
@@ -204,7 +198,7 @@ def test_by_hand():
         state_bytes=1,
     )
     problem = order_problem(
-        one_f_one_b(2, 3),
+        make_schedule("1f1b", 2, 3),
         stages,
         None,
         EncodeAhead(ones, nothing, np.array([True, False]), 3, np.zeros(2, np.int64)),
@@ -222,7 +216,7 @@ def test_gaps_are_used_nearly_as_well_as_by_trying_all_places(seed):
     rng = np.random.default_rng(seed)
     count = 5
     stages = random_stages(rng, 3, count)
-    schedule = one_f_one_b(3, count)
+    schedule = make_schedule("1f1b", 3, count)
     encode_ns = rng.integers(0, stages.forward_ns[0] + 1)
     nothing = np.zeros(count, np.int64)
     encoder = Encoder(

@@ -8,17 +8,18 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from isobatch.balance.baseline_samplers import pack_in_order
 from isobatch.common.errors import ConfigError
 from isobatch.engine.cost_model.loads import packed_loads
-from isobatch.engine.simulator.evaluate import evaluate, memory_of, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate, memory_of
 from isobatch.engine.simulator.program import Encodings, make_program
 from isobatch.engine.simulator.schedule import PassKind
 from isobatch.engine.simulator.simulate import simulate
 from isobatch.engine.simulator.stages import stage_costs
-from isobatch.engine.tuning.pack import pack_in_order
 from isobatch.engine.tuning.tune import PartitionedModel, TuneOptions, tune
 from support.cases import draws, for_each
 from support.costs.linear_costs import LinearModel, as_groups, even_borders, mixed_samples
+from support.costs.random_costs import schedule_for
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
 LENGTH = 8192
@@ -55,15 +56,11 @@ def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule
     samples, given = step_of(seed)
     pipeline = pipeline_of(schedule=schedule)
     tuned = tune(samples, given, pipeline, quick(encode=encode))
-    parts = tuned.breakdown
-    assert parts.untuned_ns == untuned(samples, given, pipeline).step_ns
-    assert (
-        parts.untuned_ns
-        >= parts.balanced_ns
-        >= parts.reordered_ns
-        >= parts.resized_ns
-        == tuned.step_ns
+    packed, reordered = (
+        tune(samples, given, pipeline, quick(sizes="given", **options)).step_ns
+        for options in ({"search": "none"}, {"encode": encode})
     )
+    assert untuned(samples, given, pipeline).step_ns >= packed >= reordered >= tuned.step_ns
     assert sorted(tuned.groups.samples.tolist()) == list(range(len(samples)))
     assert (tuned.groups.sum(samples.llm.tokens) <= max(tuned.max_len, LENGTH)).all()
 
@@ -90,7 +87,7 @@ def test_even_micro_batches_in_one_order_leave_nothing_to_tune():
     tuned = tune(
         samples, given, pipeline_of(), quick(sizes="given", max_seq_len=int(samples.llm.tokens[0]))
     )
-    assert tuned.step_ns == tuned.breakdown.untuned_ns
+    assert tuned.step_ns == untuned(samples, given, pipeline_of()).step_ns
 
 
 @for_each("seed", draws(3))
@@ -100,7 +97,6 @@ def test_what_is_chosen_fits_into_memory(seed):
     for share in (0.65, 0.8, 1.0):
         limit = int(share * plain.memory.peak_bytes.max())
         tuned = tune(samples, given, pipeline_of(memory_bytes=limit), quick(encode="any"))
-        assert tuned.fits_untuned == (share == 1.0)
         assert tuned.step.peak_bytes.max() <= limit
         own = memory_of(tuned.step.schedule, tuned.step.stages).peak_bytes
         assert (own <= tuned.step.peak_bytes).all()
@@ -142,15 +138,22 @@ def test_on_small_steps_the_order_is_the_best_of_all(seed):
         untuned(samples, given.take(np.array(order)), pipeline).step_ns
         for order in permutations(range(6))
     )
-    assert tuned.breakdown.reordered_ns <= best
+    assert tuned.step_ns <= best
 
 
 def test_each_ingredient_gains_on_mixed_data():
     gains = []
     for seed in range(8):
         samples, given = step_of(seed, 128, length=4 * LENGTH)
-        parts = tune(samples, given, pipeline_of(), quick(encode="own")).breakdown
-        gains.append([parts.untuned_ns, parts.balanced_ns, parts.reordered_ns, parts.resized_ns])
+        times = [
+            tune(samples, given, pipeline_of(), quick(**options)).step_ns
+            for options in (
+                {"sizes": "given", "search": "none"},
+                {"sizes": "given", "encode": "own"},
+                {"encode": "own"},
+            )
+        ]
+        gains.append([untuned(samples, given, pipeline_of()).step_ns, *times])
     original, balanced, reordered, resized = np.array(gains).mean(axis=0)
     assert balanced < original
     assert reordered < 0.99 * balanced

@@ -19,6 +19,12 @@ SHAPES = [
 """Schedules, and stages per rank."""
 
 
+def schedule_for(name, borders, num_micro_batches, stages_per_rank=1):
+    """Of a partition's stages."""
+    num_ranks = (len(borders) - 1) // stages_per_rank
+    return make_schedule(name, num_ranks, num_micro_batches, stages_per_rank)
+
+
 def random_model(rng, num_layers, num_micro_batches, *, kinds=3, most=100):
     """Costs of runs of layers of a kind; the first ones may be frozen. Times from 0, so that many
     are equal.

@@ -4,16 +4,7 @@ import numpy as np
 
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.program import Encodings
-from isobatch.engine.simulator.schedule import (
-    Action,
-    PassKind,
-    Schedule,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    one_f_one_b,
-    zero_bubble,
-)
+from isobatch.engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 from isobatch.engine.simulator.stages import StageCosts
 
 LETTERS = {
@@ -30,11 +21,11 @@ def random_schedule(rng):
     """One of the five, of random size."""
     ranks, micro_batches = int(rng.integers(1, 7)), int(rng.integers(1, 13))
     made = [
-        gpipe(ranks, micro_batches),
-        one_f_one_b(ranks, micro_batches),
-        zero_bubble(ranks, micro_batches),
-        interleaved(ranks, int(rng.integers(1, 5)), micro_batches),
-        interleaved_zero_bubble(ranks, int(rng.integers(1, 5)), micro_batches),
+        make_schedule("gpipe", ranks, micro_batches),
+        make_schedule("1f1b", ranks, micro_batches),
+        make_schedule("zero_bubble", ranks, micro_batches),
+        make_schedule("interleaved", ranks, micro_batches, int(rng.integers(1, 5))),
+        make_schedule("interleaved_zero_bubble", ranks, micro_batches, int(rng.integers(1, 5))),
     ]
     return made[rng.integers(len(made))]
 

@@ -5,7 +5,7 @@ import numpy as np
 from isobatch.balance.dispatching.post_balancing import as_batches, balance_sums
 from isobatch.balance.steps.step_planner import StepAssignment, StepRequest
 from isobatch.common.types import Groups
-from isobatch.engine.tuning.repack import pack_balanced
+from isobatch.engine.tuning.pack import pack_balanced
 
 MAX_LEN = 80
 

@@ -18,7 +18,6 @@ from isobatch.engine.runtime.profiling.measure_layers import (
     measure_layers,
 )
 from isobatch.engine.runtime.profiling.partition_trials import (
-    TrialOptions,
     TrialStep,
     evidence,
     measure_partitions,
@@ -165,23 +164,19 @@ def _try_partitions(said, clock):
     step = TrialStep(batches=batches, normalizer=6, pipelines=[[0, 1]])
     # whatever the other ranks know does not count
     own = costs if dist.get_rank() == 0 else costs_of(UNEVEN[::-1], batches)
-    said["best"] = evidence(
-        measure_partitions(model, own, step, TrialOptions(radius=2, most_run=3))
-    )
+    said["best"] = evidence(measure_partitions(model, own, step, radius=2, most_run=3))
     said["gradients"] = sum(
         weight.grad is not None for layer in model.layers for weight in layer.parameters()
     )
     said["weights"] = all(bool((layer.weight == 1).all()) for layer in model.layers)
     # the third layer has room on the first rank only
     crowded = timed_model(UNEVEN, clock, only_on={2: 0})
-    said["crowded"] = evidence(
-        measure_partitions(crowded, own, step, TrialOptions(steps=1, radius=2))
-    )
+    said["crowded"] = evidence(measure_partitions(crowded, own, step, num_steps=1, radius=2))
     nowhere = timed_model(UNEVEN, clock, only_on={1: 1, 2: 0})
-    said["nowhere"] = _failure(nowhere, own, step, TrialOptions(steps=1, radius=1))
-    said["radius"] = _failure(model, own, step, TrialOptions(radius=-1))
+    said["nowhere"] = _failure(nowhere, own, step, num_steps=1, radius=1)
+    said["radius"] = _failure(model, own, step, radius=-1)
     few = TrialStep(batches=batches, normalizer=6, pipelines=[[0, 1]], recompute=_only_even)
-    said["planned"] = evidence(measure_partitions(model, own, few, TrialOptions(steps=1, radius=1)))
+    said["planned"] = evidence(measure_partitions(model, own, few, num_steps=1, radius=1))
     said["groups left"] = len(dist.distributed_c10d._world.pg_map) - num_groups
 
 
@@ -191,9 +186,9 @@ def _only_even(borders):
     return np.arange(borders[-1]) == 0
 
 
-def _failure(model, costs, step, options):
+def _failure(model, costs, step, **options):
     try:
-        measure_partitions(model, costs, step, options)
+        measure_partitions(model, costs, step, **options)
     except IsobatchError as error:
         return [type(error).__name__, str(error)]
     return None

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from isobatch.engine.cost_model.costs import MEMORY, Costs
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule
+from isobatch.engine.runtime.communication.p2p import make_p2p_schedule
 from isobatch.engine.runtime.layer_rng import LayerRng
 from isobatch.engine.runtime.optimizer.main_weights import MainWeights, main_param
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from isobatch.engine.charts.trace import KIND_NAMES
 from isobatch.engine.cost_model.training_mode import TrainingMode
-from isobatch.engine.runtime.communication._p2p import P2PQueue
+from isobatch.engine.runtime.communication.p2p import P2PQueue
 from isobatch.engine.runtime.errors import IsobatchError, LossNotFinite
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_io import LayerStack, TensorSpec

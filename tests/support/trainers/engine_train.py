@@ -10,7 +10,7 @@ import typer
 import isobatch.engine.cli
 from isobatch.engine.train.cli import command
 from isobatch.engine.train.measure import measure
-from isobatch.engine.train.options.config import MeasureConfig, TrainConfig
+from isobatch.engine.train.options import MeasureConfig, TrainConfig
 from isobatch.engine.train.trainer import make_run, run_steps
 from isobatch.loaders import StreamingLoader
 

@@ -15,10 +15,10 @@ from isobatch.engine.planning.search.partition_search import (
     fastest_chain,
     search_partition,
 )
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
 from isobatch.engine.simulator.schedule import make_schedule
 from support.cases import draws, for_each
-from support.costs.random_costs import SHAPES, instance, peak, random_model, vlm
+from support.costs.random_costs import SHAPES, instance, peak, random_model, schedule_for, vlm
 
 PLENTY = 10**15
 CASES = 150

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from isobatch.engine.planning.trainers.restricted_search import (
+from isobatch.engine.planning.trainers.plan_for import (
     RecomputeRule,
     fold_first,
     search_restricted,

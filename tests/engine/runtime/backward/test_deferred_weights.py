@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from isobatch.engine.runtime.backward.deferred_weights import DeferredWeights
+from isobatch.engine.runtime.backward import DeferredWeights
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from support.cases import for_each
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from isobatch.engine.runtime.backward._detached_backward import BackwardHandle
+from isobatch.engine.runtime.backward import BackwardHandle
 from isobatch.engine.runtime.pipeline import Pipeline
 from support.models.toy_model import make_model
 from support.rank_programs.rank_faults import batches_of

@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.runtime.communication.p2p_schedule import make_p2p_schedule
-from isobatch.engine.simulator.schedule import (
-    SCHEDULES,
-    Action,
-    PassKind,
-    Schedule,
-    make_schedule,
-    one_f_one_b,
-)
+from isobatch.engine.runtime.communication.p2p import make_p2p_schedule
+from isobatch.engine.simulator.schedule import SCHEDULES, Action, PassKind, Schedule, make_schedule
 from isobatch.engine.simulator.simulate import Deadlock
 from support.cases import for_each
 
@@ -30,7 +23,7 @@ def reordered(schedule, rng):
 
 def changed(change):
     """1F1B of two stages and three micro-batches, after `change(actions of each rank)`."""
-    plain = one_f_one_b(2, 3)
+    plain = make_schedule("1f1b", 2, 3)
     actions = [plain.of_rank(rank) for rank in range(2)]
     change(actions)
     return Schedule.of("changed", 2, 3, actions)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isobatch.engine.runtime.communication import _p2p
-from isobatch.engine.runtime.communication._p2p import P2PQueue
+from isobatch.engine.runtime.communication import p2p
+from isobatch.engine.runtime.communication.p2p import P2PQueue
 from isobatch.engine.runtime.stage_executor import StageExecutor
 from support.rank_programs.rank_cases import Case, run_case
 from support.ranks import on_ranks
@@ -54,7 +54,7 @@ class Watched:
             return compute(executor, action, inputs)
 
         return (
-            mock.patch.object(_p2p, "is_cuda", return_value=True),
+            mock.patch.object(p2p, "is_cuda", return_value=True),
             mock.patch.object(P2PQueue, "_post", noted_post),
             mock.patch.object(StageExecutor, "_compute", checked_compute),
         )

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from isobatch.engine.runtime.communication._p2p import P2PQueue
+from isobatch.engine.runtime.communication.p2p import P2PQueue
 from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.runtime.stage_executor import StageExecutor

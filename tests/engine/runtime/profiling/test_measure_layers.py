@@ -12,7 +12,8 @@ from isobatch.engine.cost_model.profile_table import (
     read_profile,
     write_profile,
 )
-from isobatch.engine.simulator.evaluate import evaluate, schedule_for
+from isobatch.engine.simulator.evaluate import evaluate
+from support.costs.random_costs import schedule_for
 from support.models.measured_models import loads_of, rows
 from support.rank_programs.measuring_ranks import (
     COUNTS,

@@ -9,7 +9,7 @@ import torch
 
 from isobatch.common.errors import ConfigError
 from isobatch.engine.runtime.batch_loads import batch_loads
-from isobatch.engine.runtime.profiling._probe_batches import (
+from isobatch.engine.runtime.profiling.measure_plan import (
     SHARES,
     first_samples,
     largest_batches,

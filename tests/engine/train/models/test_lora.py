@@ -20,7 +20,7 @@ from isobatch.engine.runtime.pipeline import Pipeline, PipelineOptions
 from isobatch.engine.train.models.lora import add_adapters, export_adapters, merge_adapters
 from isobatch.engine.train.models.model_weights import LazyWeights
 from isobatch.engine.train.models.open_model import PipelineModel
-from isobatch.engine.train.options.lora_options import LoraOptions
+from isobatch.engine.train.options import LoraOptions
 from support.models.family_models import make_family_batch, make_family_model, run_family_alone
 from support.rank_programs.rank_cases import reduced_gradient
 from support.ranks import on_ranks

@@ -7,7 +7,7 @@ pytest.importorskip("peft")
 
 from isobatch.engine.train.models.lora import add_adapters, basis_of
 from isobatch.engine.train.models.tiny_vlm import make_tiny_vlm
-from isobatch.engine.train.options.lora_options import LoraOptions
+from isobatch.engine.train.options import LoraOptions
 from isobatch.models.presets import load_model
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

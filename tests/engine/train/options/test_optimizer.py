@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from isobatch.common.errors import ConfigError
 from isobatch.engine.runtime.models.transformers_models import from_transformers
 from isobatch.engine.train.optimizer import lr_factor, make_optimizer, set_lr
-from isobatch.engine.train.options.optimizer_options import OptimizerOptions, Schedule
+from isobatch.engine.train.options import OptimizerOptions, Schedule
 from support.models.family_models import make_family_model
 
 STEPS, WARMUP = 20, 4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from isobatch.common.errors import ConfigError
-from isobatch.engine.train.options.config import MeasureConfig, TrainConfig
+from isobatch.engine.train.options import MeasureConfig, TrainConfig
 from support.trainers.engine_train import main, parse
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobatch.common.types import Groups, IntArray
-from isobatch.engine.tuning.repack import (
+from isobatch.engine.tuning.pack import (
     MAX_CLUSTERS,
     TOLERANCE,
     cluster_costs,

@@ -1,4 +1,9 @@
-"""Weight gradients of products, computed in a later pass: `DeferredWeights`.
+"""Backward passes through a stage: both gradients at once, or weights' later.
+
+`BackwardHandle` starts a pass, `DeferredWeights` puts off weight gradients.
+
+Autograd needs from an output only the place in the graph where its gradient enters. So while later
+stages run, a micro-batch in flight does not keep its outputs; the sender releases them.
 
 A zero-bubble schedule first computes the gradient of a stage's input, which the previous stage
 waits for, and the gradients of the weights later. Autograd computes both in one pass, and a second
@@ -18,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from isobatch.engine.runtime.stage_io import StageTensors
 
 
 @dataclass(slots=True)
@@ -179,3 +186,36 @@ def _product(
         if isinstance(options[name], int):
             options[name] = [options[name]] * (weight.dim() - 2)
     return _Product(call, weight, bias, options)
+
+
+class _JoinOutputs(torch.autograd.Function):
+    """Maps any number of tensors to an empty one; backward reads their gradients from a dict."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: StageTensors, names: Sequence[str], *outputs: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.names = gradients, names
+        return outputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(ctx.gradients.get(name) for name in ctx.names))
+
+
+class BackwardHandle:
+    """Starts the backward pass through a stage, once."""
+
+    def __init__(self, outputs: Mapping[str, Tensor]) -> None:
+        """`outputs`: at least one, all with a gradient."""
+        # the graph must not hold this object: a cycle would keep the graph until gc finds it
+        self._gradients: StageTensors = {}
+        self._end: Tensor = _JoinOutputs.apply(  # type: ignore[no-untyped-call]
+            self._gradients, tuple(outputs), *outputs.values()
+        )
+
+    def backward(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to the gradients of all leaves, given those of the outputs; frees the graph."""
+        self._gradients.update(gradients)
+        torch.autograd.backward(self._end, torch.zeros_like(self._end))
+        self._gradients.clear()

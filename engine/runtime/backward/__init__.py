@@ -1,1 +1,0 @@
-"""Backward passes through a stage: both gradients at once, or weights' later."""

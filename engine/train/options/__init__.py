@@ -1,1 +1,0 @@
-"""Options of `python -m engine train` and `measure`, by subject."""
