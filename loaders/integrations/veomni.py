@@ -13,6 +13,7 @@ from torch import Tensor
 from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 from veomni.distributed.parallel_state import get_parallel_state
+from veomni.ops.config.singleton import get_ops_config
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import LABEL_IGNORE
@@ -25,6 +26,10 @@ from isobatch.loaders.step_stream import StepStream
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Model types whose samples VeOmni makes as `sample_features` does."""
+IS_ADDED = {"sdpa": False, "eager": True}
+"""Attention that reads no borders of samples; whether it adds its mask to scores."""
+_READ_BORDERS = ("flash_attention", "veomni_flash", "veomni_flex", "veomni_magi")
+"""Beginnings of the names of attention that reads `cu_seq_lens_q`."""
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 Collator = Callable[[list[dict[str, Tensor]]], dict[str, Any]]
@@ -35,7 +40,7 @@ def register(
     model: Any = None,
     *,
     name: str = "isobatch",
-    block_mask: bool = False,
+    block_mask: bool | None = None,
 ) -> None:
     """Let `data.datasets_type` and `data.dataloader.type` of VeOmni's YAML be `name`.
 
@@ -45,8 +50,9 @@ def register(
 
     `model`: a model of transformers or its config, of `FAMILIES`; None for text alone.
 
-    `block_mask`: the attention mask keeps samples of a group apart, for `sdpa`, which reads no
-    borders. It takes T * T bytes for T tokens, and fits no other attention.
+    `block_mask`: the attention mask keeps samples of a group apart. It takes T * T bytes for T
+    tokens, 4 times as many for `eager`. By default it is there for `sdpa` and `eager`, which read
+    no borders, and not for attention that does. False: samples see those before them.
 
     Registering a name again replaces it. ConfigError for a model of another family; when VeOmni
     builds the loader, for settings of its that do not fit.
@@ -80,10 +86,8 @@ def register(
                 f"train.global_batch_size is {global_batch_size} micro-batches on all ranks; it "
                 f"must be a multiple of the {get_parallel_state().dp_size} data-parallel ranks"
             )
-        if block_mask and get_parallel_state().sp_enabled:
-            raise ConfigError("block_mask is for sdpa, which has no Ulysses shards; leave it out")
+        collate = _apart(collate_fn, block_mask)
         loader = make_loader(micro_batches_per_step=micro_batches, seed=seed, **_options())
-        collate = with_block_mask(collate_fn) if block_mask else collate_fn
         return VeOmniLoader(loader, collate, config)
 
     DATASET_REGISTRY.register(name, lambda **_: _Groups(make_loader))
@@ -121,14 +125,41 @@ class VeOmniLoader:
         self.loader.load_state_dict(state)
 
 
-def with_block_mask(collate: Collator) -> Collator:
-    """A collator whose `attention_mask`, bool (1, 1, T, T), keeps samples apart."""
+def _apart(collate: Collator, block_mask: bool | None) -> Collator:
+    """A collator whose samples do not see one another, by the attention that VeOmni has."""
+    name = getattr(get_ops_config(), "attn_implementation", None)
+    reads_borders = str(name).startswith(_READ_BORDERS)
+    if block_mask is None and not (name in IS_ADDED or reads_borders):
+        raise ConfigError(
+            f"VeOmni's attn_implementation is {name!r}: it is not known whether that keeps samples "
+            "of a group apart; give register block_mask=True, a bool mask, or False"
+        )
+    if block_mask and reads_borders:
+        raise ConfigError(f"block_mask is True, but {name} takes no mask; leave it out")
+    if block_mask is False or reads_borders:
+        return collate
+    if get_parallel_state().sp_enabled:
+        raise ConfigError(
+            f"VeOmni's attn_implementation is {name!r}, which has no Ulysses shards; give it one "
+            "of flash attention"
+        )
+    return with_block_mask(collate, is_added=IS_ADDED.get(str(name), False))
+
+
+def with_block_mask(collate: Collator, *, is_added: bool = False) -> Collator:
+    """A collator whose `attention_mask`, (1, 1, T, T), keeps samples apart.
+
+    Bool; if `is_added`, float32, the lowest number where a token is not seen.
+    """
 
     def masked(features: list[dict[str, Tensor]]) -> dict[str, Any]:
         batch = collate(features)
         lengths: Tensor = batch["cu_seq_lens_q"].diff()
         sample = torch.repeat_interleave(lengths)
-        return batch | {"attention_mask": (sample[:, None] == sample).tril()[None, None]}
+        mask = (sample[:, None] == sample).tril()[None, None]
+        if is_added:
+            mask = (~mask).float() * torch.finfo(torch.float32).min
+        return batch | {"attention_mask": mask}
 
     return masked
 

@@ -1,18 +1,25 @@
 """A tiny LLaVA and a dataset with images, in the files that other training frameworks ask for."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from datasets import Dataset, Image, List
 
+from support.builds.raw_data import record, write_image
 from support.loading.online_data import records
 from support.models.saved_folders import FAMILIES, Family, save_family
 
 SIDE, PATCH = 56, 14
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 FFN = {"intermediate_size": 64}
+MAX_TOKENS = 200
+"""Of `write_records`: two ranks of two micro-batches have some with images next to some of text
+alone, and empty ones in the last step.
+"""
 
 
 def write_model(folder: Path) -> None:
@@ -51,3 +58,15 @@ def write_dataset(path: Path, count: int) -> list[str]:
         row["images"] = [{"bytes": (path.parent / name).read_bytes()} for name in names]
     Dataset.from_list(rows).cast_column("images", List(Image())).to_parquet(str(path))
     return [row["id"] for row in rows]
+
+
+def write_records(folder: Path) -> None:
+    """`folder`/model, and records.json, of which every fifth has an image next to it."""
+    write_model(folder / "model")
+    rng, rows = np.random.default_rng(3), []
+    for number in range(44):
+        names = [] if number % 5 else [str(folder / f"{number}.png")]
+        for name in names:
+            write_image(Path(name), 60, 50, seed=number)
+        rows.append(record(number, names, answer="word " * int(rng.integers(1, 40))))
+    (folder / "records.json").write_text(json.dumps(rows))

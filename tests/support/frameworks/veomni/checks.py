@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,6 +21,7 @@ from veomni.data import MainCollator, build_dataloader, build_dataset
 from veomni.data.data_transform import build_data_transform
 from veomni.models import build_foundation_model, load_model_weights
 from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu
+from veomni.ops.config.singleton import set_ops_config
 from veomni.utils.constants import IMAGE_INPUT_INDEX
 
 from isobatch import BalancedLoader, StreamingLoader, model_inputs
@@ -64,6 +65,18 @@ def theirs(data):
 
 def loader_of(data, **options):
     return StreamingLoader(data.folder / "packed", dp_rank=0, dp_world_size=1, **options)
+
+
+def attend_by(name):
+    """Install operations as VeOmni's trainers do when they build a model."""
+    set_ops_config(SimpleNamespace(attn_implementation=name))
+
+
+@pytest.fixture(autouse=True)
+def attention():
+    attend_by("sdpa")
+    yield
+    set_ops_config(None)
 
 
 def veomni_loader(**changes):
@@ -124,8 +137,10 @@ def test_batches_are_those_that_veomni_makes_of_the_same_samples(data, theirs, m
     assert num_images > 20
 
 
-def test_losses_are_those_of_transformers_where_samples_are_kept_apart(data, theirs):
-    """Its own batches have another loss with sdpa: each sample sees those before it."""
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_losses_are_those_of_transformers_where_samples_are_kept_apart(data, theirs, attention):
+    """Its own batches have another loss: each sample sees those before it."""
+    theirs.set_attn_implementation(attention)
     plain = transformers.AutoModelForImageTextToText.from_pretrained(data.folder / "model")
     theirs.load_state_dict(plain.state_dict())
     collate = MainCollator(metadata_collate_func=theirs.get_metadata_collate_func())
@@ -143,7 +158,9 @@ def test_losses_are_those_of_transformers_where_samples_are_kept_apart(data, the
         with torch.no_grad():
             apart, joined = (float(plain(**(inputs | mask)).loss) for mask in ({}, ones))
             assert veomni_loss(features()) == pytest.approx(joined, rel=1e-5)
-            masked = veomni_loss(features(), with_block_mask(collate))
+            masked = veomni_loss(
+                features(), with_block_mask(collate, is_added=attention == "eager")
+            )
             assert masked == pytest.approx(apart, rel=1e-5)
             if not len(batch.image_sizes):  # else the first has the pixels of all
                 samples = [(one, (one["labels"] != -100).sum()) for one in features()]
@@ -229,6 +246,48 @@ def test_what_does_not_fit_is_one_line(data):
         register(partial(StreamingLoader, "packed"), transformers.LlavaConfig())
 
 
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [("sdpa", torch.bool), ("eager", torch.float32), ("flash_attention_2", None)],
+)
+def test_samples_are_kept_apart_as_the_models_attention_does_it(data, attention, dtype):
+    attend_by(attention)
+    register(partial(StreamingLoader, data.folder / "packed"), data.config)
+    (batch, *_) = next(iter(veomni_loader()))
+    mask, size = batch["attention_mask"], batch["input_ids"].shape[1]
+    if dtype is None:
+        assert mask.shape == (1, size)
+        return
+    assert (mask.shape, mask.dtype) == ((1, 1, size, size), dtype)
+    borders = batch["cu_seq_lens_q"].tolist()
+    assert len(borders) > 2
+    is_seen = mask[0, 0] if dtype is torch.bool else mask[0, 0] == 0
+    for start, end in pairwise(borders):
+        assert not is_seen[start:end, :start].any()
+        assert torch.equal(
+            is_seen[start:end, start:end], torch.ones(end - start, end - start).tril() > 0
+        )
+        assert not is_seen[start:end, end:].any()
+
+
+def test_attention_that_is_not_known_must_be_told(data):
+    make = partial(StreamingLoader, data.folder / "packed")
+    for attention in ("native-sparse", None):
+        attend_by(attention)
+        register(make, data.config)
+        with pytest.raises(ConfigError, match=f"attn_implementation is {attention!r}: it is not k"):
+            veomni_loader()
+        for block_mask, rank in ((True, 4), (False, 2)):
+            register(make, data.config, block_mask=block_mask)
+            assert next(iter(veomni_loader()))[0]["attention_mask"].dim() == rank
+    attend_by("veomni_flash_attention_3_with_sp")
+    register(make, data.config, block_mask=True)
+    with pytest.raises(
+        ConfigError, match="block_mask is True, but veomni_flash_attention_3_with_sp"
+    ):
+        veomni_loader()
+
+
 def test_its_models_find_weights_by_names_of_modules_and_draw_the_others(data, tmp_path):
     plain = transformers.AutoModelForImageTextToText.from_config(data.config)
     for is_original in (True, False):
@@ -247,10 +306,10 @@ def test_its_models_find_weights_by_names_of_modules_and_draw_the_others(data, t
         assert "lm_head.weight" in same_names
 
 
-def settings_of_the_page():
+def settings_of_the_page(attention):
     """veomni.yaml, with what a CPU needs."""
     settings = yaml.safe_load(yaml_block("veomni"))
-    settings["model"]["ops_implementation"] = OPERATIONS
+    settings["model"]["ops_implementation"] = OPERATIONS | {"attn_implementation": attention}
     optimizer = {"lr": RATE, "weight_decay": 0.0, "max_grad_norm": 1e9}
     settings["train"] |= {"optimizer": optimizer, "vit_lr": RATE, "num_train_epochs": EPOCHS}
     settings["train"]["checkpoint"] = {"save_epochs": 0, "save_hf_weights": False}
@@ -259,9 +318,11 @@ def settings_of_the_page():
     return settings
 
 
-@pytest.mark.parametrize("mask", ["", ", block_mask=True"])
-def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data, mask):
-    (data.folder / "veomni.yaml").write_text(yaml.safe_dump(settings_of_the_page()))
+@pytest.mark.parametrize(
+    ("attention", "mask"), [("sdpa", ""), ("eager", ""), ("sdpa", ", block_mask=False")]
+)
+def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data, attention, mask):
+    (data.folder / "veomni.yaml").write_text(yaml.safe_dump(settings_of_the_page(attention)))
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
         [*launch, RANKS, data.folder, "found", mask],
@@ -277,10 +338,9 @@ def test_its_trainer_trains_on_two_ranks_and_ulysses_peers_share_sequences(data,
     assert [rank["steps"] for rank in ranks] == [2, 2]
     assert all(len(step) == 2 for step in ranks[0]["given"])
     losses = [rank["losses"] for rank in ranks]
-    check_losses(data, ranks[0]["weights"], losses, are_apart=bool(mask))
+    check_losses(data, ranks[0]["weights"], losses, are_apart=not mask)
     if mask:
-        return
-    check_shards(data, [rank["shards"] for rank in ranks])
+        check_shards(data, [rank["shards"] for rank in ranks])
 
 
 def check_losses(data, weights, losses, *, are_apart):

@@ -68,7 +68,7 @@ def main(folder, out, mask):
     found["state"] = scope["trainer"].base.train_dataloader.state_dict()
     found["steps"] = scope["trainer"].base.train_steps
     clear_parallel_state()
-    if not mask:
+    if mask:
         found["shards"] = in_ulysses_group()
     joined = [None] * dist.get_world_size()
     dist.all_gather_object(joined, found)
@@ -83,8 +83,8 @@ def in_ulysses_group():
     init_parallel_state(dp_size=1, ulysses_size=2, device_type="cpu")
     about = {"micro_batch_size": 1, "global_batch_size": 2, "dyn_bsz": False, "seed": 3}
     dataset = build_dataset("isobatch")
-    register(partial(StreamingLoader, "packed"), name="masked", block_mask=True)
-    with pytest.raises(ConfigError, match="sdpa, which has no Ulysses shards"):
+    register(partial(StreamingLoader, "packed"), name="masked")
+    with pytest.raises(ConfigError, match="'sdpa', which has no Ulysses shards"):
         build_dataloader("masked", dataset=build_dataset("masked"), collate_fn=None, **about)
     loader = build_dataloader("isobatch", dataset=dataset, collate_fn=MainCollator(), **about)
     return len(dataset), next(iter(loader))
