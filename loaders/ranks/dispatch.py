@@ -64,7 +64,7 @@ def dispatch(  # noqa: PLR0913 - options by name
     "padded_attention", "conv": `balance.dispatching.post_balancing`); `weight` of squared sizes,
     as there. Nothing moves, and `encode` has this rank's inputs, if that saves less than `min_gain`
     of the slowest rank's work as that algorithm counts it (`batch_costs` there), or there are fewer
-    items than ranks.
+    items than ranks. No rank gets more tokens (of "padded" with padding) than the fullest brought.
 
     Many encoders fail without items. Where nothing moves, a rank that has none encodes the cheapest
     item of another rank, and where no rank has any, `example`: inputs of one item, of which only
@@ -235,20 +235,26 @@ def _ranks(
     if len(lengths) < num_ranks:
         return None
     algorithm, weight = how
-    batches = assign_batches(lengths, num_ranks, algorithm=algorithm, weight=weight, name="items")
-    # a rank without items could not know the outputs' shape, and FSDP's would wait for it
-    for empty in np.flatnonzero(np.bincount(batches, minlength=num_ranks) == 0):
-        members = np.flatnonzero(batches == np.bincount(batches, minlength=num_ranks).argmax())
-        batches[members[lengths[members].argmin()]] = empty
-    held = np.repeat(np.arange(num_ranks), np.diff(offsets))
-    before, after = (
-        batch_costs(lengths, each, num_ranks, algorithm=algorithm, weight=weight).max()
-        for each in (held, batches)
-    )
-    if after > before * (1 - min_gain):
-        return None
-    placed = place_batches(lengths, batches, offsets, ranks_per_node=ranks_per_node)
-    return np.asarray(placed[batches])
+    in_memory: Algorithm = "padded" if algorithm == "padded" else "sums"
+
+    def most(batches: IntArray) -> tuple[float, float]:
+        """Work of the slowest rank; rows of the fullest."""
+        work = batch_costs(lengths, batches, num_ranks, algorithm=algorithm, weight=weight)
+        return work.max(), batch_costs(lengths, batches, num_ranks, algorithm=in_memory).max()
+
+    work, rows = most(np.repeat(np.arange(num_ranks), np.diff(offsets)))
+    tried: tuple[Algorithm, ...] = (algorithm, in_memory)
+    for name in tried:
+        batches = assign_batches(lengths, num_ranks, algorithm=name, weight=weight, name="items")
+        # a rank without items could not know the outputs' shape, and FSDP's would wait for it
+        for empty in np.flatnonzero(np.bincount(batches, minlength=num_ranks) == 0):
+            members = np.flatnonzero(batches == np.bincount(batches, minlength=num_ranks).argmax())
+            batches[members[lengths[members].argmin()]] = empty
+        new_work, new_rows = most(batches)
+        if new_work <= work * (1 - min_gain) and new_rows <= rows:
+            placed = place_batches(lengths, batches, offsets, ranks_per_node=ranks_per_node)
+            return np.asarray(placed[batches])
+    return None
 
 
 def _exchanged(rows: Tensor, move: Permutation, group: dist.ProcessGroup | None) -> Tensor:

@@ -19,7 +19,13 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from isobatch.balance.dispatching.even_ranks import MoveCosts, bound_ms, even_ranks, step_ms
+from isobatch.balance.dispatching.even_ranks import (
+    MoveCosts,
+    bound_ms,
+    even_ranks,
+    slot_loads,
+    step_ms,
+)
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import Counts, FloatArray, IntArray
 from isobatch.loaders.ranks.mesh import data_group
@@ -36,10 +42,8 @@ from isobatch.models.presets import ModelPreset
 S = TypeVar("S")
 Lengths = Sequence[int] | IntArray
 
-NO_COSTS = 3
-"""Columns of a table without samples: one of costs, bytes, the micro-batch."""
-
-
+NUM_SIZES, REST = 2, 2
+"""Columns after the costs: ViT and LLM tokens if they are known; bytes and the micro-batch."""
 MEDIA = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 """Pixels in a sample, and where models of native resolution have their sizes."""
 CROP_DIMS = 3
@@ -66,6 +70,15 @@ class SampleCosts:
         of which every crop, frame, and crop of padding counts. DataError without `input_ids`, and
         for pixels of another kind.
         """
+        vision, llm = self.of_lengths(*([length] for length in self._lengths(sample)))[0]
+        return float(vision), float(llm)
+
+    def sizes(self, sample: Mapping[str, Any]) -> tuple[int, int]:
+        """ViT tokens and LLM tokens of such a sample, which fill a rank's memory."""
+        return self._lengths(sample)[1:]
+
+    def _lengths(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Images (or crops), ViT tokens and LLM tokens."""
         if "input_ids" not in sample:
             raise DataError(
                 f"a sample has {', '.join(map(str, sample)) or 'nothing'}, but no input_ids; give "
@@ -82,8 +95,7 @@ class SampleCosts:
                 crops = self._num_crops(name, tuple(np.shape(sample[name])), grid_name)
                 images += crops
                 vit_tokens += crops * (self._per_crop or 0)
-        vision, llm = self.of_lengths([images], [vit_tokens], [tokens])[0]
-        return float(vision), float(llm)
+        return images, vit_tokens, tokens
 
     def _num_crops(self, name: str, shape: tuple[int, ...], grid_name: str) -> int:
         """Crops in pixels that have no grid."""
@@ -220,6 +232,9 @@ def rebalance(  # noqa: PLR0913 - options by name
     costs: Callable[[S], Sequence[float]],
     gb_per_s: float | None = None,
     num_bytes: Callable[[S], int] | None = None,
+    sizes: Callable[[S], Sequence[float]] | None = None,
+    max_tokens: int | None = None,
+    max_vision: int | None = None,
     keep_sizes: bool = False,
     ranks_per_node: int = 8,
 ) -> Rebalanced[S]:
@@ -236,20 +251,39 @@ def rebalance(  # noqa: PLR0913 - options by name
     numbers of samples, for losses that are means over samples. `ranks_per_node`: samples rather
     stay in a node.
 
+    No rank needs more memory than the step would have needed: no micro-batch gets more of either
+    size than the largest that any rank brought, or than `max_vision` and `max_tokens`. `sizes`: ViT
+    and LLM tokens of a sample; of `SampleCosts` its own; else the costs take their place.
+
     A collective: call it on all ranks. ConfigError on all of them if numbers of micro-batches or
-    phases differ, or where any rank's `costs` fail or its samples cannot be pickled. Without
-    torch.distributed, or on one rank, batches stay, and samples may change micro-batches.
+    phases differ, where any rank's `costs` fail or its samples cannot be pickled, and if no plan
+    within caps was found. Without torch.distributed, or on one rank, batches stay, and samples may
+    change micro-batches.
     """
     group = data_group(group)
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    options = (gb_per_s or 0.0, float(keep_sizes), float(ranks_per_node))
-    table, sizes = _gathered(batches, costs, num_bytes or object_bytes, options, group)
+    sizes = sizes or getattr(costs, "sizes", None)
+    caps = {"max_vision": max_vision, "max_tokens": max_tokens}
+    flags = keep_sizes, ranks_per_node, *(cap or 0 for cap in caps.values()), sizes is not None
+    options = (gb_per_s or 0.0, *map(float, flags))
+    bytes_of = num_bytes or object_bytes
+
+    def measure(sample: S) -> list[float]:
+        vision_and_tokens = sizes(sample) if sizes else ()
+        if len(vision_and_tokens) != NUM_SIZES * bool(sizes):
+            raise ConfigError(f"sizes of a sample are {vision_and_tokens}; give ViT and LLM tokens")
+        return [*map(float, (*costs(sample), *vision_and_tokens, bytes_of(sample)))]
+
+    table, counts = _gathered(batches, measure, options, group)
     num_rounds = len(batches)
     # slots of all samples, rank after rank
-    ranks = np.repeat(np.arange(num_ranks), sizes)
+    ranks = np.repeat(np.arange(num_ranks), counts)
     before = table[:, -1].astype(np.int64) * num_ranks + ranks
-    phases, travelling = np.ascontiguousarray(table[:, :-2]), table[:, -2].astype(np.int64)
+    travelling = table[:, -2].astype(np.int64)
+    num_phases = table.shape[1] - REST - (NUM_SIZES if sizes else 0)
+    phases = np.ascontiguousarray(table[:, :num_phases])
+    filling = table[:, num_phases:-REST] if sizes else phases
     if gb_per_s is None:
         link = measure_link(group) if num_ranks > 1 else (np.inf, 0.0)
     elif gb_per_s > 0:
@@ -269,7 +303,10 @@ def rebalance(  # noqa: PLR0913 - options by name
         start=before,
         move=move,
         keep_sizes=keep_sizes,
+        sizes=filling,
+        max_sizes=[*caps.values()] if sizes else None,
     )
+    _check_fits(slot_loads(filling, now, num_ranks), caps, has_sizes=sizes is not None)
     targets = now % num_ranks
     moved = ranks != targets
     prediction = MovePrediction(
@@ -289,14 +326,24 @@ def rebalance(  # noqa: PLR0913 - options by name
     return Rebalanced(batches=result, prediction=prediction, _places=places)
 
 
+def _check_fits(loads: FloatArray, caps: Mapping[str, int | None], *, has_sizes: bool) -> None:
+    for number, (name, cap) in enumerate(caps.items()):
+        if cap is not None and not has_sizes:
+            raise ConfigError(f"{name} needs sizes=: of a sample, ViT tokens and LLM tokens")
+        if cap is not None and loads[..., number].max(initial=0) > cap:
+            raise ConfigError(
+                f"no plan within {name} {cap:,} was found, the best has a micro-batch of "
+                f"{loads[..., number].max():,.0f}; give more micro-batches, or fewer samples"
+            )
+
+
 def _gathered(
     batches: Sequence[Sequence[S]],
-    costs: Callable[[S], Sequence[float]],
-    num_bytes: Callable[[S], int],
+    measure: Callable[[S], list[float]],
     options: Sequence[float],
     group: dist.ProcessGroup | None,
 ) -> tuple[FloatArray, IntArray]:
-    """All ranks' samples: costs, bytes and micro-batch, (samples, phases + 2), and their numbers.
+    """All ranks' samples, and their numbers: costs, sizes, bytes, micro-batch, a column each.
 
     A rank that cannot tell its costs says so to the others before it raises.
     """
@@ -304,7 +351,7 @@ def _gathered(
     rows: list[list[float]] = []
     try:
         rows = [
-            [*map(float, costs(sample)), float(num_bytes(sample)), float(number)]
+            [*measure(sample), float(number)]
             for number, batch in enumerate(batches)
             for sample in batch
         ]
@@ -314,7 +361,8 @@ def _gathered(
         wrong = np.flatnonzero(~((table >= 0) & np.isfinite(table)).all(axis=1))
         if len(wrong):
             raise ConfigError(
-                f"costs of sample {wrong[0]} are {rows[wrong[0]][:-2]}; give finite ones"
+                f"costs (and sizes) of sample {wrong[0]} are {rows[wrong[0]][:-REST]}; give finite "
+                "ones from 0 on"
             )
     except Exception as error:  # a user's function may raise anything
         failure = error
@@ -329,17 +377,17 @@ def _gathered(
         raise ConfigError(f"rank {failed} could not tell what its samples cost; it says why")
     if len({tuple(row) for row in gathered[:, 4:].tolist()}) > 1:
         raise ConfigError(
-            "ranks give rebalance different gb_per_s, keep_sizes or ranks_per_node; give all the "
-            "same, or they would make different plans"
+            "ranks give rebalance different gb_per_s, keep_sizes, ranks_per_node, sizes or caps; "
+            "give all the same, or they would make different plans"
         )
     for column, what in ((1, "micro-batches"), (3, "columns of costs")):
         numbers = heads[heads[:, 2] > 0, column] if column == 3 else heads[:, column]
         if len(set(numbers.tolist())) > 1:
-            less = 2 if column == 3 else 0
+            less = REST + NUM_SIZES * int(options[-1]) if column == 3 else 0
             raise ConfigError(
                 f"ranks have {(numbers - less).tolist()} {what}; give the same number on each"
             )
-    width = int(heads[:, 3].max()) or NO_COSTS
+    width = int(heads[:, 3].max()) or 1 + NUM_SIZES + REST
     sizes = heads[:, 2]
     return all_gather_rows(table.reshape(len(table), width), sizes, group), sizes
 

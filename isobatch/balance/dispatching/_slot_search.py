@@ -20,7 +20,7 @@ CHANGES = 8
 NO_GAIN = 1e-6
 """Share of a mean slot's square that a change must bring."""
 OVER = 1e6
-"""Weight of tokens over the cap: no plan over it is better than one within."""
+"""Weight of sizes over their caps: no plan over one is better than one within."""
 ANY_MOVE = 1e-6
 """Bytes that a moved sample counts as at least."""
 
@@ -29,12 +29,13 @@ class SlotProblem(NamedTuple):
     """Samples, and what limits and prices their places."""
 
     costs: FloatArray
-    """(num_samples, num_phases)."""
+    """(num_samples + 1, num_phases); the last row, number -1, is of no sample: 0."""
     mean_cost: float
     """Of a slot, all phases together."""
-    tokens: IntArray
-    max_tokens: int
-    """Of a slot; 0: no cap."""
+    sizes: FloatArray
+    """What fills a slot, (num_samples + 1, num_sizes), as `costs`."""
+    max_sizes: FloatArray
+    """Of a slot, (num_sizes,); inf: no cap."""
     num_ranks: int
     num_rounds: int
     swaps_only: bool
@@ -56,9 +57,9 @@ class SlotState(NamedTuple):
     """(slots, phases)."""
     distances: FloatArray
     """From the mean of the micro-batch, (slots, phases)."""
-    used: IntArray
-    """Tokens of each slot."""
-    sizes: IntArray
+    used: FloatArray
+    """Sums of sizes, (slots, num_sizes)."""
+    counts: IntArray
     """Samples of each slot."""
     moves: FloatArray
     """Bytes that each rank sends, and receives, (2, ranks)."""
@@ -70,19 +71,21 @@ class SlotState(NamedTuple):
 def deal(problem, order, room):  # type: ignore[no-untyped-def]
     """Samples in `order`, each to the slot that has least of what it needs; -> slots.
 
-    A slot takes `room` samples, which is counted down, and no more than `max_tokens` while others
+    A slot takes `room` samples, which is counted down, and no more than `max_sizes` while others
     can take the sample.
     """
-    costs, tokens, max_tokens = problem.costs, problem.tokens, problem.max_tokens
+    costs, sizes, max_sizes = problem.costs, problem.sizes, problem.max_sizes
     loads = np.zeros((len(room), costs.shape[1]))
-    used = np.zeros(len(room), np.int64)
-    slots = np.empty(len(costs), np.int64)
+    used = np.zeros((len(room), len(max_sizes)))
+    slots = np.empty(len(order), np.int64)
     for sample in order:
         best, min_load, min_over = -1, np.inf, True
         for slot in range(len(room)):
             if room[slot] == 0:
                 continue
-            over = max_tokens > 0 and used[slot] + tokens[sample] > max_tokens
+            over = False
+            for size in range(len(max_sizes)):
+                over |= used[slot, size] + sizes[sample, size] > max_sizes[size]
             load = 0.0
             for phase in range(costs.shape[1]):
                 load += costs[sample, phase] * (loads[slot, phase] + costs[sample, phase])
@@ -90,7 +93,8 @@ def deal(problem, order, room):  # type: ignore[no-untyped-def]
                 best, min_load, min_over = slot, load, over
         slots[sample] = best
         room[best] -= 1
-        used[best] += tokens[sample]
+        for size in range(len(max_sizes)):
+            used[best, size] += sizes[sample, size]
         for phase in range(costs.shape[1]):
             loads[best, phase] += costs[sample, phase]
     return slots
@@ -139,7 +143,7 @@ def _begun(problem, slots):  # type: ignore[no-untyped-def]
         np.full(len(slots), -1),
         np.zeros((num_slots, num_phases)),
         np.zeros((num_slots, num_phases)),
-        np.zeros(num_slots, np.int64),
+        np.zeros((num_slots, len(problem.max_sizes))),
         np.zeros(num_slots, np.int64),
         np.zeros((2, problem.num_ranks)),
         np.zeros(num_slots, np.bool_),
@@ -160,7 +164,7 @@ def _furthest(problem, state):  # type: ignore[no-untyped-def]
     penalty = OVER * problem.mean_cost**2
     for slot in range(len(state.used)):
         if not state.stuck[slot]:
-            distance = penalty * _over(state.used[slot], problem.max_tokens)
+            distance = penalty * _over(state.used[slot], problem.max_sizes)
             for phase in range(state.loads.shape[1]):
                 distance += state.distances[slot, phase] ** 2
             if distance > max_distance:
@@ -202,25 +206,24 @@ def _best_pair(problem, members, shift, used, min_gain):  # type: ignore[no-unty
 
     One loop without calls: numba counts references to every array of a tuple, per call.
     """
-    costs, tokens, cap, penalty = problem.costs, problem.tokens, problem.max_tokens, 0.0
+    costs, sizes, max_sizes = problem.costs, problem.sizes, problem.max_sizes
     scale, apart = shift
-    if cap > 0:
-        penalty = OVER * problem.mean_cost**2
-        over = _over(used[0], cap) + _over(used[1], cap)
+    penalty = OVER * problem.mean_cost**2
+    over = _over(used[0], max_sizes) + _over(used[1], max_sizes)
     best = min_gain, np.int64(-1), np.int64(-1)
     for i in members[0]:
         for j in members[1]:
             gain = 0.0
             for phase in range(costs.shape[1]):
-                moved = 0.0
-                if i >= 0:
-                    moved += costs[i, phase]
-                if j >= 0:
-                    moved -= costs[j, phase]
+                moved = costs[i, phase] - costs[j, phase]
                 gain -= 2.0 * moved * (scale * moved + apart[phase])
-            if cap > 0:
-                added = (tokens[i] if i >= 0 else 0) - (tokens[j] if j >= 0 else 0)
-                gain += penalty * (over - _over(used[0] - added, cap) - _over(used[1] + added, cap))
+            gain += penalty * over
+            for size in range(len(max_sizes)):
+                added = sizes[i, size] - sizes[j, size]
+                cap = max_sizes[size]
+                share = max(0.0, used[0][size] - added - cap) / cap
+                other_share = max(0.0, used[1][size] + added - cap) / cap
+                gain -= penalty * (share**2 + other_share**2)
             if gain > best[0]:
                 best = gain, i, j
     return best
@@ -230,7 +233,7 @@ def _best_pair(problem, members, shift, used, min_gain):  # type: ignore[no-unty
 def _members(problem, state, slot):  # type: ignore[no-untyped-def]
     """Samples of a slot, after -1 for none if not only exchanges are wanted."""
     none = 0 if problem.swaps_only else 1
-    members = np.full(none + state.sizes[slot], -1)
+    members = np.full(none + state.counts[slot], -1)
     sample = state.first[slot]
     for place in range(none, len(members)):
         members[place] = sample
@@ -261,8 +264,9 @@ def _add(problem, state, sample, slot, sign):  # type: ignore[no-untyped-def]
     """Count a sample in a slot, or no longer."""
     for phase in range(state.loads.shape[1]):
         state.loads[slot, phase] += sign * problem.costs[sample, phase]
-    state.used[slot] += sign * problem.tokens[sample]
-    state.sizes[slot] += sign
+    for size in range(state.used.shape[1]):
+        state.used[slot, size] += sign * problem.sizes[sample, size]
+    state.counts[slot] += sign
     source, target = problem.sources[sample], slot % problem.num_ranks
     if source != target:
         moved = sign * max(float(problem.num_bytes[sample]), ANY_MOVE)
@@ -284,16 +288,17 @@ def _measure(problem, state, number):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _over(used, max_tokens):  # type: ignore[no-untyped-def]
-    """Squared share of the cap by which a slot is over it."""
-    if max_tokens == 0 or used <= max_tokens:
-        return 0.0
-    return ((used - max_tokens) / max_tokens) ** 2
+def _over(used, max_sizes):  # type: ignore[no-untyped-def]
+    """Squared shares of the caps by which a slot is over them."""
+    over = 0.0
+    for size in range(len(max_sizes)):
+        over += (max(0.0, used[size] - max_sizes[size]) / max_sizes[size]) ** 2
+    return over
 
 
 @kernel
 def _time(problem, state):  # type: ignore[no-untyped-def]
-    """Time of the step and its move; tokens over the cap cost more than any plan within."""
+    """Time of the step and its move; what is over a cap costs more than any plan within."""
     time = 0.0
     for number in range(problem.num_rounds):
         start = number * problem.num_ranks
@@ -305,9 +310,8 @@ def _time(problem, state):  # type: ignore[no-untyped-def]
     max_bytes = state.moves.max()
     if max_bytes > ANY_MOVE / 2:
         time += problem.latency_ms + max_bytes / problem.bytes_per_ms
-    if problem.max_tokens > 0:
-        over = 0
-        for used in state.used:
-            over += max(0, used - problem.max_tokens)
-        time += OVER * over * problem.mean_cost
+    for slot in range(len(state.used)):
+        for size in range(len(problem.max_sizes)):
+            over = max(0.0, state.used[slot, size] - problem.max_sizes[size])
+            time += OVER * over * problem.mean_cost
     return time

@@ -11,11 +11,13 @@ and others, always the change that lowers the sum of squared distances most. It 
 are, and keeps the prefix of its changes after which step and move together take the least time;
 and from scratch, costliest sample first to the slot least loaded with what it needs, where batches
 then go to ranks that hold much of them (`place_batches`). The better of both counts, or no change.
+Neither fills a slot over its caps (`sizes`) where a plan within is known: what was there is one.
 
 Pure and deterministic, ties included, on every machine: each rank computes the same plan. Times:
 `benchmarks/rollouts.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +89,8 @@ def even_ranks(  # noqa: PLR0913 - options by name
     start: IntArray | None = None,
     move: MoveCosts | None = None,
     keep_sizes: bool = False,
-    cap: tuple[IntArray, int] | None = None,
+    sizes: FloatArray | None = None,
+    max_sizes: Sequence[float | None] | None = None,
 ) -> IntArray:
     """Slot of each sample for a step of little time, moves included; int64, (num_samples,).
 
@@ -95,8 +98,10 @@ def even_ranks(  # noqa: PLR0913 - options by name
     `num_rounds`: micro-batches of each rank. `start`: the slots that samples are in; with `move`
     they stay there unless the step gains more than the move takes; without, moves are free.
     `keep_sizes`: slots keep the number of samples that they have in `start`, or have sizes that
-    differ by one at most. `cap`: tokens of the samples, int64, and of a slot at most; plans over it
-    are returned only if none within was found.
+    differ by one at most. `sizes`: what fills memory (patches, tokens), float64, (num_samples,
+    num_sizes). Slots hold `max_sizes` of it at most, or where that is None as much as the fullest
+    slot of `start`; without `start` no cap. A plan over a cap is returned only if none within was
+    found.
 
     ConfigError for costs or a start that do not fit.
 
@@ -115,12 +120,14 @@ def even_ranks(  # noqa: PLR0913 - options by name
     nothing = np.zeros(num_samples, np.int64)
     sources = nothing if start is None else start.astype(np.int64) % num_ranks
     move = move or MoveCosts(num_bytes=nothing, bytes_per_ms=np.inf)
-    tokens, max_tokens = (nothing, 0) if cap is None else cap
+    sizes = _exact(np.zeros((num_samples, 0)) if sizes is None else sizes)
+    caps = slot_caps(sizes, max_sizes, start, num_slots)
+    none = ((0, 1), (0, 0))
     problem = SlotProblem(
-        costs=costs,
+        costs=np.pad(costs, none),
         mean_cost=float(costs.sum()) / num_slots,
-        tokens=np.ascontiguousarray(tokens, np.int64),
-        max_tokens=max_tokens,
+        sizes=np.pad(sizes, none),
+        max_sizes=caps,
         num_ranks=num_ranks,
         num_rounds=num_rounds,
         swaps_only=keep_sizes,
@@ -130,13 +137,13 @@ def even_ranks(  # noqa: PLR0913 - options by name
         latency_ms=float(move.latency_ms),
     )
     # from scratch
-    sizes = np.full(num_slots, num_samples)
+    room = np.full(num_slots, num_samples)
     if keep_sizes and start is not None:
-        sizes = np.bincount(start, minlength=num_slots)
+        room = np.bincount(start, minlength=num_slots)
     elif keep_sizes:
-        sizes = (num_samples + num_slots - 1 - np.arange(num_slots)) // num_slots
+        room = (num_samples + num_slots - 1 - np.arange(num_slots)) // num_slots
     order = np.argsort(-costs.sum(axis=1), kind="stable")
-    dealt = deal(problem, order, sizes.astype(np.int64))
+    dealt = deal(problem, order, room.astype(np.int64))
     fresh = search(problem._replace(bytes_per_ms=np.inf, latency_ms=0.0), dealt)
     if start is None:
         return np.asarray(fresh, np.int64)
@@ -147,11 +154,32 @@ def even_ranks(  # noqa: PLR0913 - options by name
     plans = start, search(problem, start), fresh
 
     def time(slots: IntArray) -> float:
-        over = np.maximum(np.bincount(slots, tokens, num_slots) - max_tokens, 0).sum()
+        over = np.maximum(slot_loads(sizes, slots, num_ranks) - caps, 0).sum()
         moves = move.ms(sources, slots % num_ranks, num_ranks)
-        return step_ms(costs, slots, num_ranks) + moves + (OVER * over if max_tokens else 0.0)
+        return step_ms(costs, slots, num_ranks) + moves + OVER * problem.mean_cost * float(over)
 
     return min(plans, key=time)
+
+
+def slot_caps(
+    sizes: FloatArray,
+    max_sizes: Sequence[float | None] | None,
+    start: IntArray | None,
+    num_slots: int,
+) -> FloatArray:
+    """Most that a slot holds of each size, float64, (num_sizes,); inf without a cap.
+
+    Where `max_sizes` has none, as much as the fullest slot of `start`.
+    """
+    caps = np.full(sizes.shape[1], np.inf)
+    if start is not None:
+        caps = slot_loads(sizes, start, num_slots).max(axis=(0, 1), initial=0)
+    for number, cap in enumerate(max_sizes or ()):
+        if cap is not None:
+            caps[number] = cap
+            if not cap > 0:
+                raise ConfigError(f"a slot holds {cap} at most; give more than 0, or None")
+    return np.where(caps > 0, caps, 1.0)  # of what no sample has
 
 
 def _check_start(start: IntArray, num_samples: int, num_slots: int) -> None:
@@ -174,9 +202,13 @@ def _checked_costs(costs: FloatArray, num_ranks: int, num_rounds: int) -> FloatA
         raise ConfigError(
             f"costs of sample {wrong[0]} are {costs[wrong[0]].tolist()}; give finite ones from 0 on"
         )
-    # whole multiples of a power of 2, so that sums are exact, and equal on all machines
-    exponent = np.frexp(costs.max(initial=0))[1] + len(costs).bit_length() - EXACT_BITS
-    return np.asarray(np.ldexp(np.rint(np.ldexp(costs, -exponent)), exponent))
+    return _exact(costs)
+
+
+def _exact(values: FloatArray) -> FloatArray:
+    """Whole multiples of a power of 2, so that sums are exact, and equal on all machines."""
+    exponent = np.frexp(values.max(initial=0))[1] + len(values).bit_length() - EXACT_BITS
+    return np.ascontiguousarray(np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent))
 
 
 def _placed(slots: IntArray, problem: SlotProblem, ranks_per_node: int) -> IntArray:

@@ -7,13 +7,13 @@ LLM's work; a rollout with many images and a short answer is cheap for it. Pure 
 1,024 rollouts to 8 ranks in 20 ms (`benchmarks/rollouts.py`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
-from isobatch.balance.dispatching.even_ranks import even_ranks
+from isobatch.balance.dispatching.even_ranks import even_ranks, slot_loads
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import FloatArray, Groups, IntArray
 
@@ -61,6 +61,8 @@ def assign_rollouts(  # noqa: PLR0913 - options by name
     *,
     num_ranks: int,
     max_tokens: int | None = None,
+    vision: IntArray | None = None,
+    max_vision: int | None = None,
     prompts: Sequence[Hashable] | None = None,
     together: Together = "rank",
     equal_sizes: bool = False,
@@ -69,15 +71,16 @@ def assign_rollouts(  # noqa: PLR0913 - options by name
 
     `costs`: per rollout what each phase takes, float64, (num_rollouts, num_phases), in one unit:
     ms or FLOPs of vision, of the LLM's layers, of its attention. `tokens`: LLM tokens, int64,
-    (num_rollouts,); a micro-batch has `max_tokens` at most, and all ranks have equally many: as few
-    as were found to fit. Without `max_tokens` each rank has one.
+    (num_rollouts,); a micro-batch has `max_tokens` at most, and of `vision` (ViT tokens, or crops)
+    `max_vision`. All ranks have equally many micro-batches: as few as were found to fit. Without
+    caps each rank has one.
 
     `prompts`: of which prompt each rollout is; those of one stay `together` on a rank (their
     advantages, or a prefix that they share), or in a micro-batch, or need not. `equal_sizes`: all
     ranks get as many rollouts, as verl's dispatch cuts them; of prompts that stay together all must
     have as many rollouts, and ranks must divide the prompts.
 
-    ConfigError for costs that do not fit, and for what stays together but is over `max_tokens`.
+    ConfigError for costs that do not fit, and for what stays together but is over a cap.
 
     >>> costs = np.array([[3.0, 1], [3, 1], [0, 4], [0, 4]])
     >>> plan = assign_rollouts(costs, np.array([5, 5, 9, 9]), num_ranks=2, max_tokens=9)
@@ -98,27 +101,18 @@ def assign_rollouts(  # noqa: PLR0913 - options by name
     parts = [
         np.flatnonzero(ranks[units.samples[units.offsets[:-1]]] == r) for r in range(num_ranks)
     ]
-    if max_tokens is None:
+    sizes, caps = _sizes(units, {"tokens": (tokens, max_tokens), "vision": (vision, max_vision)})
+    if not caps:
         return RolloutPlan(micro_batches=tuple(_joined([units.take(p)]) for p in parts))
-    unit_tokens = units.sum(tokens)
-    over = np.flatnonzero(unit_tokens > max_tokens)
-    if len(over):
-        raise ConfigError(
-            f"rollout {units[int(over[0])][0]}, with all that stays with it, has "
-            f"{unit_tokens[over[0]]:,} tokens, more than max_tokens {max_tokens:,}; give more, or "
-            "keep less together"
-        )
     # micro-batches, as many on all ranks
     costs = _sums(costs, units)
-    rank_tokens = np.array([unit_tokens[part].sum() for part in parts])
-    count = max(1, int(-(-rank_tokens.max(initial=0) // max_tokens)))
+    rank_sizes = np.array([sizes[part].sum(axis=0) for part in parts])
+    count = max(1, int(np.ceil((rank_sizes / caps).max(initial=0))))
     while True:
         micro_batches = []
         for part in parts:
-            cap = unit_tokens[part], max_tokens
-            slots = even_ranks(costs[part], num_ranks=count, cap=cap)
-            used = np.bincount(slots, unit_tokens[part], count)
-            if used.max(initial=0) > max_tokens:
+            slots = even_ranks(costs[part], num_ranks=count, sizes=sizes[part], max_sizes=caps)
+            if (slot_loads(sizes[part], slots, count) > caps).any():
                 break
             micro_batches.append(_batches(units.take(part), slots, costs[part], count))
         else:
@@ -144,6 +138,33 @@ def _units(
     of_prompt = np.array([numbers.setdefault(p, len(numbers)) for p in prompts], np.int64)
     sizes = np.bincount(of_prompt, minlength=len(numbers))
     return Groups(np.argsort(of_prompt, kind="stable"), np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _sizes(
+    units: Groups, capped: Mapping[str, tuple[IntArray | None, int | None]]
+) -> tuple[FloatArray, list[int]]:
+    """What fills micro-batches, (units, caps), and the caps; those that are not there are left out.
+
+    ConfigError for what stays together but is over one.
+    """
+    columns: list[FloatArray] = []
+    caps: list[int] = []
+    for name, (values, cap) in capped.items():
+        if cap is None:
+            continue
+        if values is None or len(values) != len(units.samples):
+            raise ConfigError(f"max_{name} is {cap}; give {name} of each rollout too")
+        sums = units.sum(np.asarray(values)).astype(np.float64)
+        over = np.flatnonzero(sums > cap)
+        if len(over):
+            raise ConfigError(
+                f"rollout {units[int(over[0])][0]}, with all that stays with it, has "
+                f"{sums[over[0]]:,.0f} {name}, more than max_{name} {cap:,}; give more, or keep "
+                "less together"
+            )
+        columns.append(sums)
+        caps.append(cap)
+    return np.stack(columns or [np.zeros(len(units))], axis=1), caps
 
 
 def _check_equal(units: Groups, num_ranks: int) -> None:

@@ -5,7 +5,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from isobatch.balance.dispatching.even_ranks import MoveCosts, bound_ms, even_ranks, step_ms
+from isobatch.balance.dispatching.even_ranks import (
+    MoveCosts,
+    bound_ms,
+    even_ranks,
+    slot_loads,
+    step_ms,
+)
 from isobatch.common.errors import ConfigError
 
 
@@ -63,15 +69,70 @@ def test_moves_are_made_only_while_they_pay():
     assert (even_ranks(costs, num_ranks=8, start=start, move=dear) == start).all()
 
 
-def test_slots_keep_their_cap_where_a_plan_within_exists():
+def sums(sizes, slots, num_slots):
+    return slot_loads(sizes.astype(float), np.asarray(slots), num_slots).max(axis=(0, 1))
+
+
+def test_plans_within_caps_are_near_the_best_of_all_plans_within():
     rng = np.random.default_rng(4)
-    tokens = rng.integers(10, 100, 60)
-    costs = np.stack([rng.random(60), tokens / 100.0], axis=1)
-    cap = int(1.05 * tokens.sum() / 6)
-    slots = even_ranks(costs, num_ranks=6, cap=(tokens, cap))
-    assert np.bincount(slots, tokens, 6).max() <= cap
-    slots = even_ranks(costs, num_ranks=3, num_rounds=2, start=np.zeros(60, int), cap=(tokens, cap))
-    assert np.bincount(slots, tokens, 6).max() <= cap
+    gaps, bound_by_caps = [], 0
+    for _ in range(60):
+        num_ranks, num_rounds = [(2, 1), (3, 1), (2, 2)][rng.integers(3)]
+        num_slots = num_ranks * num_rounds
+        costs = draw(rng, 7)
+        # what fills memory goes another way than times
+        sizes = np.stack([rng.integers(1, 100, 7), 1 + rng.integers(0, 9, 7) ** 2], axis=1)
+        start = rng.integers(0, num_slots, 7)
+        caps = sums(sizes, start, num_slots)
+        slots = even_ranks(
+            costs, num_ranks=num_ranks, num_rounds=num_rounds, start=start, sizes=sizes
+        )
+        assert (sums(sizes, slots, num_slots) <= caps).all()
+        plans = [np.array(plan) for plan in product(range(num_slots), repeat=7)]
+        times = [step_ms(costs, plan, num_ranks) for plan in plans]
+        within = [(sums(sizes, plan, num_slots) <= caps).all() for plan in plans]
+        best = min(time for time, fits in zip(times, within, strict=True) if fits)
+        measured = step_ms(costs, slots, num_ranks)
+        assert best * (1 - 1e-9) <= measured <= step_ms(costs, start, num_ranks)
+        bound_by_caps += best > min(times) * (1 + 1e-9)
+        gaps.append(measured / best)
+    assert bound_by_caps > 20  # else caps were not tested
+    assert np.mean(gaps) < 1.06
+    assert max(gaps) < 1.5
+
+
+def test_slots_keep_their_caps_where_a_plan_within_exists():
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(10, 100, 60)
+        vision = rng.integers(1, 400, 60)
+        costs = np.stack([vision / 100.0, tokens / 100.0], axis=1)
+        sizes = np.stack([vision, tokens], axis=1)
+        caps = [int(1.05 * column.sum() / 6) for column in (vision, tokens)]
+        for max_sizes in (caps, [None, caps[1]]):
+            allowed = [np.inf if cap is None else cap for cap in max_sizes]
+            slots = even_ranks(costs, num_ranks=6, sizes=sizes, max_sizes=max_sizes)
+            assert (sums(sizes, slots, 6) <= allowed).all()
+            # as much vision as the fullest slot, which is all of it
+            start = np.zeros(60, int)
+            options = {"start": start, "sizes": sizes, "max_sizes": max_sizes}
+            slots = even_ranks(costs, num_ranks=3, num_rounds=2, **options)
+            assert (sums(sizes, slots, 6) <= allowed).all()
+        # sizes of slots and their caps, both kept
+        start = rng.permutation(np.repeat(np.arange(6), 10))
+        slots = even_ranks(costs, num_ranks=6, start=start, sizes=sizes, keep_sizes=True)
+        assert (sums(sizes, slots, 6) <= sums(sizes, start, 6)).all()
+        assert set(np.bincount(slots).tolist()) == {10}
+        assert step_ms(costs, slots, 6) < step_ms(costs, start, 6)
+
+
+def test_a_cap_that_no_plan_keeps_is_passed_by_little():
+    costs = np.ones((9, 1))
+    tokens = np.full((9, 1), 10)
+    slots = even_ranks(costs, num_ranks=4, sizes=tokens, max_sizes=[20])
+    assert sorted(np.bincount(slots)) == [2, 2, 2, 3]
+    with pytest.raises(ConfigError, match="give more than 0"):
+        even_ranks(costs, num_ranks=4, sizes=tokens, max_sizes=[0])
 
 
 def test_plans_do_not_depend_on_the_unit_and_repeat():
