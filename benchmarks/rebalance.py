@@ -11,6 +11,8 @@ Wait: share of the ranks' computing time that they wait for the slowest, mean ov
 is the CPU time of the training thread, so that ranks may share cores. Predicted: the same of the
 costs that `rebalance` was given, which are fitted to samples timed at the start, by phase. Moved:
 bytes that travel between ranks per step, counted at the collectives (gradients not among them).
+Largest: ViT patches and LLM tokens of the rank that has most of them in its step, mean over steps;
+caps are those of `rebalance` without any given: what the fullest rank drew.
 Exchange: time of the call, planning included, once all ranks have come. Gradient: largest
 difference to one process's, over the largest gradient.
 """
@@ -57,14 +59,14 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     table = Table(title=f"{options.samples} samples per rank, {options.steps} steps")
     heads = ("ranks", "", "wait, %", "predicted, vision / LLM, %", "moved, KB", "exchange, ms")
-    for head in (*heads, "slowest rank, ms", "gradient"):
+    for head in (*heads, "slowest rank, ms", "largest, patches / tokens", "gradient"):
         table.add_column(head, justify="right" if head else "left")
     for size in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(run_rank, (size, folder, options), size)
             for row in torch.load(f"{folder}/rows.pt"):
                 table.add_row(str(size), *row)
-    Console(width=130).print(table)
+    Console(width=160).print(table)
 
 
 def run_rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
@@ -99,7 +101,7 @@ def run(
             dist.barrier()
             began = time.perf_counter()
             with Traffic() as traffic:
-                (drawn,) = rebalance([drawn], costs=costs)
+                (drawn,) = rebalance([drawn], costs=costs, sizes=lengths)
             moved, exchange = traffic.sent, 1e3 * (time.perf_counter() - began)
         batch = [draw(one) if isinstance(one, int) else one for one in drawn]
         labels = torch.tensor(sum(len(one["input_ids"]) - 1 for one in batch))
@@ -111,21 +113,23 @@ def run(
         compute = 1e3 * (time.thread_time() - began)
         if kind == "encoder dispatched":
             moved = traffic.sent
-        vision, llm = np.sum([costs(one) for one in batch], axis=0)
-        table.append([compute, vision, llm, moved, exchange])
+        vision, llm, patches, tokens = np.sum([(*costs(s), *lengths(s)) for s in batch], axis=0)
+        table.append([compute, vision, llm, moved, exchange, patches, tokens])
         if step == 0 and steps > 1:
             difference = gradient_difference(model, whole, seed, samples * size)
         model.zero_grad()
-    every = [torch.empty(steps, 5, dtype=torch.float64) for _ in range(size)]
+    every = [torch.empty(steps, 7, dtype=torch.float64) for _ in range(size)]
     dist.all_gather(every, torch.tensor(table, dtype=torch.float64))
-    values = torch.stack(every).numpy()  # (ranks, steps, 5)
+    values = torch.stack(every).numpy()  # (ranks, steps, 7)
     waits = (1 - values.mean(axis=0) / np.maximum(values.max(axis=0), 1e-9)).mean(axis=0)
     predicted = f"{100 * waits[1]:.1f} / {100 * waits[2]:.1f}"
     if kind == "encoder dispatched":
         predicted = f"- / {100 * waits[2]:.1f}"
     cells = [f"{100 * waits[0]:.1f}", predicted, f"{values[:, :, 3].sum(axis=0).mean() / 1e3:,.1f}"]
     cells += [f"{values[:, :, 4].max(axis=0).mean():.1f}"]
-    return [*cells, f"{values[:, :, 0].max(axis=0).mean():.0f}", f"{difference:.0e}"]
+    slowest, patches, tokens = values[:, :, [0, 5, 6]].max(axis=0).mean(axis=0)
+    encoded = "-" if kind == "encoder dispatched" else f"{patches:,.0f}"
+    return [*cells, f"{slowest:.0f}", f"{encoded} / {tokens:,.0f}", f"{difference:.0e}"]
 
 
 def shape(number: int) -> tuple[Tensor, int, np.random.Generator]:
@@ -137,9 +141,11 @@ def shape(number: int) -> tuple[Tensor, int, np.random.Generator]:
     return grid, int(np.clip(rng.lognormal(4, 1), 8, 400)), rng
 
 
-def lengths(number: int) -> tuple[int, int]:
-    """ViT patches and LLM tokens of a sample, without its pixels."""
-    grid, text, _ = shape(number)
+def lengths(sample: Any) -> tuple[int, int]:
+    """ViT patches and LLM tokens of a sample, or of its number, without its pixels."""
+    if not isinstance(sample, int):
+        return len(sample["pixel_values"]), len(sample["input_ids"])
+    grid, text, _ = shape(sample)
     patches = int(grid.prod(dim=1).sum())
     return patches, 1 + patches // 4 + 2 * len(grid) + text
 
@@ -223,7 +229,7 @@ def fitted_costs() -> Callable[[Any], tuple[float, float]]:
     for sample in (samples[0], *samples):  # the first warms up
         began = time.thread_time()
         summed_loss(model, [sample]).backward()
-        patches, tokens = len(sample["pixel_values"]), len(sample["input_ids"])
+        patches, tokens = lengths(sample)
         rows.append([1e3 * (time.thread_time() - began), 1, patches, tokens])
     times, *features = np.array(rows[1:]).T
     factors = torch.from_numpy(np.linalg.lstsq(np.stack(features, axis=1), times, rcond=None)[0])
@@ -231,10 +237,7 @@ def fitted_costs() -> Callable[[Any], tuple[float, float]]:
     base, per_patch, per_token = factors.clamp(min=0).tolist()
 
     def costs(sample: Any) -> tuple[float, float]:
-        if isinstance(sample, int):
-            patches, tokens = lengths(sample)
-        else:
-            patches, tokens = len(sample["pixel_values"]), len(sample["input_ids"])
+        patches, tokens = lengths(sample)
         return per_patch * patches, base + per_token * tokens
 
     return costs

@@ -243,9 +243,8 @@ def _ranks(
         return work.max(), batch_costs(lengths, batches, num_ranks, algorithm=in_memory).max()
 
     work, rows = most(np.repeat(np.arange(num_ranks), np.diff(offsets)))
-    tried: tuple[Algorithm, ...] = (algorithm, in_memory)
-    for name in tried:
-        batches = assign_batches(lengths, num_ranks, algorithm=name, weight=weight, name="items")
+    for name, factor in ((algorithm, weight), (in_memory, 0.0)):
+        batches = assign_batches(lengths, num_ranks, algorithm=name, weight=factor, name="items")
         # a rank without items could not know the outputs' shape, and FSDP's would wait for it
         for empty in np.flatnonzero(np.bincount(batches, minlength=num_ranks) == 0):
             members = np.flatnonzero(batches == np.bincount(batches, minlength=num_ranks).argmax())

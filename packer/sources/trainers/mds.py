@@ -229,17 +229,18 @@ class MdsChunk:
     columns: tuple[str, ...]
     first: int
     last: int
+    is_checked: bool
+    """Whether hashes of the shard are; once per shard is enough."""
 
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order; DataError for a shard that is damaged, one by one for a sample."""
         shard = self.shard
         folder = open_folder(self.folder, follow_links=True)
-        is_first = not self.first  # one process checks a shard's hashes
-        with _opened_file(folder, shard.data, is_checked=is_first) as file:
+        with _opened_file(folder, shard.data, is_checked=self.is_checked) as file:
             if shard.table is None:
                 borders = _borders(file, shard, self.container)
             else:
-                with _opened_file(folder, shard.table, is_checked=is_first) as table:
+                with _opened_file(folder, shard.table, is_checked=self.is_checked) as table:
                     borders = _borders(table, shard, self.container)
             for row in range(self.first, self.last):
                 try:
@@ -485,7 +486,8 @@ class MdsSource(Source):
         shard = self._shards[0]
         known = self._chunk(shard, 0, 0).columns
         unread = tuple(name for name, _, _ in shard.columns if name not in known)
-        chunk = MdsChunk(self.located.folder, shard, self._prefix + shard.name, unread, 0, 1)
+        container = self._prefix + shard.name
+        chunk = MdsChunk(self.located.folder, shard, container, unread, 0, 1, is_checked=False)
         rows = islice(chunk.records(), FIRST_ROWS) if unread and shard.num_samples else iter(())
         values = examples(row.value for row in rows)
         return {name: value for name, value in values.items() if name.removeprefix(".") in unread}
@@ -494,4 +496,6 @@ class MdsSource(Source):
         where = join(self.located.folder, shard.name)
         columns = known_columns([name for name, _, _ in shard.columns], where, self.located)
         container = self._prefix + shard.name
-        return MdsChunk(self.located.folder, shard, container, columns, first, last)
+        return MdsChunk(
+            self.located.folder, shard, container, columns, first, last, is_checked=not first
+        )

@@ -52,6 +52,24 @@ def test_each_rollout_is_in_one_micro_batch_and_loads_are_even(together, equal_s
     assert waits[1] < 0.05
 
 
+def test_micro_batches_keep_a_cap_of_vision_too():
+    costs, tokens, prompts = draw(5)
+    vision = (100 * costs[:, 0]).astype(np.int64)
+    assert vision.max() > 4 * vision.mean()
+    for together in ("rank", "nothing"):
+        options = {"prompts": prompts.tolist(), "together": together, "num_ranks": 8}
+        caps = {"vision": vision, "max_vision": int(vision.max())}
+        for max_tokens in (None, 16_384):
+            plan = assign_rollouts(costs, tokens, max_tokens=max_tokens, **caps, **options)
+            assert sorted(plan.order.tolist()) == list(range(len(tokens)))
+            assert len({len(groups) for groups in plan.micro_batches}) == 1
+            for groups in plan.micro_batches:
+                assert groups.sum(vision).max() <= vision.max()
+                assert groups.sum(tokens).max() <= (max_tokens or tokens.sum())
+            by_tokens = assign_rollouts(costs, tokens, max_tokens=max_tokens, **options)
+            assert max(g.sum(vision).max() for g in by_tokens.micro_batches) > vision.max()
+
+
 def test_without_a_cap_each_rank_has_one_micro_batch():
     costs, tokens, _ = draw(2)
     plan = assign_rollouts(costs, tokens, num_ranks=4)
@@ -72,6 +90,8 @@ def test_wrong_values_are_named():
     costs, tokens, prompts = draw(4, 6, 2)
     for options, message in (
         ({"max_tokens": 10}, "more than max_tokens 10"),
+        ({"max_vision": 9}, "max_vision is 9; give vision of each rollout"),
+        ({"max_vision": 9, "vision": np.full(12, 10)}, "10 vision, more than max_vision 9"),
         ({"prompts": prompts[:3].tolist()}, "3 prompts"),
         ({"together": "group"}, "use one of nothing, rank"),
         ({"equal_sizes": True, "prompts": prompts.tolist()}, "do not go evenly to 4 ranks"),

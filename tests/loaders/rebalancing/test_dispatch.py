@@ -210,6 +210,27 @@ def _pays(algorithm):
     assert encoded == [5 if algorithm == "squares" else 2 + 6 * dist.get_rank()]
 
 
+def test_no_rank_gets_more_tokens_than_the_fullest_brought(tmp_path):
+    on_ranks(2, tmp_path, _fullest)
+
+
+def _fullest():
+    # evenest in attention that is padded: 41 tokens on one rank, where 39 came
+    sizes = [23] if dist.get_rank() else [10, 3, 5, 3, 18]
+    encoded = []
+
+    def encode(rows):
+        encoded.append(len(rows))
+        return rows
+
+    rows = torch.randn(sum(sizes), 2)
+    options = {"algorithm": "padded_attention", "weight": 0.1}
+    torch.testing.assert_close(dispatch(encode, {"rows": rows}, sizes, **options), rows)
+    most = torch.tensor(encoded[0])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert int(most) == 31  # of 62: even tokens, and cheaper than nothing moved
+
+
 def test_wrong_inputs_are_named(tmp_path):
     on_ranks(2, tmp_path, _wrong)
 

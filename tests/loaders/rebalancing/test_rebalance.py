@@ -32,6 +32,20 @@ def costs(sample):
     return 0.02 * len(sample["pixel_values"]), 0.05 * len(sample["input_ids"])
 
 
+def sizes(sample):
+    """ViT and LLM tokens of a dict or of its number."""
+    sample = draw_sample(sample) if isinstance(sample, int) else sample
+    return len(sample["pixel_values"]), len(sample["input_ids"])
+
+
+def largest(batches):
+    """Most ViT and LLM tokens of a micro-batch of any rank."""
+    each = [np.sum([sizes(sample) for sample in batch] or [(0, 0)], axis=0) for batch in batches]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, np.array(each))
+    return np.concatenate(everyone).max(axis=0)
+
+
 def drawn(rank, size=6):
     """Numbers of this rank's samples; the last rank has most images, and one more sample."""
     more = int(rank == dist.get_world_size() - 1)
@@ -55,15 +69,21 @@ def _gradients():
     labels = sum(num_labels(draw_sample(number)) for number in flat)
     for number in flat:
         (loss_of(alone, draw_sample(number)) / labels).backward()
-    for kind in ("references", "pixels", "in their batches", "sizes kept"):
+    brought = largest(numbers)
+    for kind in ("references", "pixels", "in their batches", "sizes kept", "capped"):
         batches = numbers
         if kind == "pixels":
             batches = [[draw_sample(number) for number in batch] for batch in numbers]
         options = {"gb_per_s": FAST, "keep_sizes": kind == "sizes kept"}
         if kind == "in their batches":
             options["gb_per_s"] = 1e-12
-        moved = rebalance(batches, costs=costs, **options)
+        caps = brought
+        if kind == "capped":
+            caps = (brought * 0.95).astype(int)
+            options |= {"max_vision": int(caps[0]), "max_tokens": int(caps[1])}
+        moved = rebalance(batches, costs=costs, sizes=sizes, **options)
         assert len(moved) == ROUNDS
+        assert (largest(moved) <= caps).all()
         is_moved = kind != "in their batches"
         assert moved.prediction.is_moved == is_moved
         assert not is_moved or moved.prediction.after_ms < moved.prediction.before_ms
@@ -120,6 +140,61 @@ def _predictions():
     assert rebalance(batches, costs=costs).prediction.is_moved
 
 
+def test_no_rank_gets_more_than_the_fullest_brought(tmp_path):
+    on_ranks(4, tmp_path, _caps)
+
+
+def _caps():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # attention makes long texts dear, so by times alone many short ones would come together
+    num_samples = 2 if rank == 0 else 25
+    batches = [[1000 * rank + 100 * batch + n for n in range(num_samples)] for batch in (0, 1)]
+
+    def lengths(number):
+        return 4 * (number % 5), 3000 if number < 1000 else 200
+
+    def counted(batches):
+        of_rank = [np.sum([lengths(number) for number in batch], axis=0) for batch in batches]
+        everyone = [None] * size
+        dist.all_gather_object(everyone, of_rank)
+        return np.array(everyone).max(axis=(0, 1))
+
+    def times(number):
+        patches, tokens = lengths(number)
+        return patches, tokens + tokens**2 / 2000
+
+    options, of_number = {"costs": times, "gb_per_s": FAST}, {"sizes": lengths}
+    brought = counted(batches)
+    free, kept = rebalance(batches, **options), rebalance(batches, **options, **of_number)
+    assert counted(free)[1] > brought[1]
+    assert (counted(kept) <= brought).all()
+    assert kept.prediction.after_ms < kept.prediction.before_ms
+    # less than was brought
+    cap = int(0.9 * brought[1])
+    smaller = rebalance(batches, **options, **of_number, max_tokens=cap)
+    assert counted(smaller)[1] <= cap
+    assert counted(smaller)[0] <= brought[0]
+    # a rank may hold more than it brought, if it is said
+    larger = rebalance(batches, **options, **of_number, max_tokens=10**9, max_vision=10**9)
+    assert larger.prediction.after_ms <= kept.prediction.after_ms
+    # a model's costs know their sizes
+    model = SampleCosts("qwen2_vl")
+    samples = [[draw_sample(n) for n in batch] for batch in drawn(rank)]
+    before = largest(samples)
+    assert (largest(rebalance(samples, costs=model, gb_per_s=FAST)) <= before).all()
+    # what no plan keeps, and what is wrong: the same on all ranks
+    with pytest.raises(ConfigError, match="no plan within max_tokens 2,999 was found, the best"):
+        rebalance(batches, **options, **of_number, max_tokens=2999)
+    with pytest.raises(ConfigError, match="max_vision needs sizes="):
+        rebalance(batches, **options, max_vision=8)
+    with pytest.raises(ConfigError, match="give more than 0"):
+        rebalance(batches, **options, **of_number, max_tokens=-1)
+    with pytest.raises(ConfigError, match="sizes or caps"):
+        rebalance(batches, **options, **of_number, max_tokens=10**6 + rank)
+    with pytest.raises(ConfigError, match="rank 3 could not" if rank != 3 else "give ViT and LLM"):
+        rebalance(batches, **options, sizes=lambda _: (1, 2, 3) if rank == 3 else (1, 2))
+
+
 def test_a_mesh_gives_its_data_parallel_ranks_and_peers_move_alike(tmp_path):
     on_ranks(4, tmp_path, _mesh)
 
@@ -160,6 +235,8 @@ def _faults():
         rebalance([[1]], costs=costs, gb_per_s=1 + rank)
     with pytest.raises(ConfigError, match="gb_per_s is 0"):
         rebalance([[1]], costs=costs, gb_per_s=0)
+    moved = rebalance([[], []], costs=costs, sizes=sizes)
+    assert moved.batches == [[], []]
     moved = rebalance([[], []], costs=costs)
     assert moved.batches == [[], []]
     moved = rebalance([[3, 7, 11, 15] if rank else []], costs=costs, gb_per_s=FAST)

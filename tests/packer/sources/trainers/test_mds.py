@@ -166,6 +166,17 @@ def test_hashes_are_checked_and_those_of_other_libraries_are_reported(tmp_path):
         records(open_place(place))
 
 
+def test_the_look_at_unread_columns_leaves_hashes_to_the_reading(tmp_path):
+    place = write_lines(tmp_path, [b"1,A\n"] * 3, "csv")
+    (place / "0.data").write_bytes((place / "0.data").read_bytes().replace(b"A", b"B"))
+    source = open_place(place)
+    assert source.unread_columns() == {"about": "1"}
+    checked = [chunk.is_checked for chunk in source.chunks(1, lambda _: None)]
+    assert checked == [True, False, False]  # a shard's hashes once
+    with pytest.raises(DataError, match="its md5 is not that of"):
+        records(source)
+
+
 def test_a_table_of_samples_that_does_not_fit_is_one_line(tmp_path):
     place = write_mds(tmp_path, {"text": "str"}, [{"text": "x"}] * 4)
     shard = place / "shard.00000.mds"

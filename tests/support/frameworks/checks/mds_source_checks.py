@@ -4,6 +4,7 @@ environment.
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -107,19 +108,28 @@ def write_lines(writer, rows, out, **options):
     return out
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("writer", [JSONWriter, XSVWriter, CSVWriter, TSVWriter])
-def test_shards_of_lines_are_the_same_records_as_json(raw, tmp_path, writer, compression):
-    folder, _ = raw
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jpg"))[:30]
+def lines_of(source, root):
+    """Records with an image by name and a number, also as lines.json under the root."""
+    names = sorted(str(path.relative_to(source)) for path in source.rglob("*.jpg"))[:30]
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, root / name)
     rows = [
         {"id": f"s{n}", "image": name, "question": f"Was f\u00fcr {n}?", "answer": "so " * n + "."}
         | {"score": n / 2}
         for n, name in enumerate(names)
     ]
+    (root / "lines.json").write_text(json.dumps(rows))
+    return rows
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("writer", [JSONWriter, XSVWriter, CSVWriter, TSVWriter])
+def test_shards_of_lines_are_the_same_records_as_json(raw, tmp_path, writer, compression):
+    folder = tmp_path / "root"
+    rows = lines_of(raw[0], folder)
     place = write_lines(writer, rows, tmp_path / "mds", compression=compression)
     assert len(json.loads((place / "index.json").read_text())["shards"]) > 2
-    (folder / "lines.json").write_text(json.dumps(rows))
     expected = packed(folder / "lines.json", tmp_path / "json", data_root=str(folder))
     assert len(expected) == len(rows) == 30
     # under the data root, as their images are
@@ -228,13 +238,50 @@ def test_a_damaged_sample_is_rejected_and_the_others_are_read(raw, tmp_path):
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, "zstd", "gz", "bz2", "br", "snappy"])
 def test_shards_in_a_bucket_are_read_there(raw, s3, tmp_path, monkeypatch, compression):
     use(monkeypatch, s3)
-    place = write(raw, tmp_path / "mds" / "train", compression=compression)
+    place = write(
+        raw, tmp_path / "mds" / "train", compression=compression, hashes=["sha1", "xxh64"]
+    )
     uri = upload(s3, place.parent, f"{tmp_path.name}/mds")
     expected = {row["sample_id"]: row for row in read_samples(raw[0] / "out")}
-    same(packed(uri, tmp_path / "out"), expected)
+    same(packed(uri, tmp_path / "out", chunk_records=7), expected)
+    same(packed(place.parent, tmp_path / "local", chunk_records=7), expected)
+    assert len({totals_of(tmp_path / name) for name in ("out", "local")}) == 1
+    if compression in (None, "zstd"):
+        name = sorted(path.name for path in place.glob("shard.00001.*"))[0]
+        data = bytearray((place / name).read_bytes())
+        data[-3] ^= 1
+        (place / name).write_bytes(data)
+        uri = upload(s3, place.parent, f"{tmp_path.name}/damaged")
+        with pytest.raises(DataError, match=rf"s3://.*{name}: its sha1 is not that of index.json"):
+            packed(uri, tmp_path / "no")
+
+
+def totals_of(build):
+    """Groups, samples, tokens of a build."""
+    return tuple(read_manifest(build).values["totals"].items())
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("compression", [None, "zstd", "gz"])
+@pytest.mark.parametrize("writer", [JSONWriter, XSVWriter, CSVWriter, TSVWriter])
+def test_shards_of_lines_in_a_bucket_are_read_there(
+    raw, s3, tmp_path, monkeypatch, writer, compression
+):
+    use(monkeypatch, s3)
+    root = tmp_path / "root"
+    rows = lines_of(raw[0], root)
+    place = write_lines(writer, rows, root / "mds", compression=compression)
+    assert len(json.loads((place / "index.json").read_text())["shards"]) > 2
+    uri = upload(s3, root, tmp_path.name)
+    expected = packed(root / "lines.json", tmp_path / "json", data_root=str(root))
+    assert len(expected) == len(rows) == 30
+    ours = packed(f"{uri}/mds", tmp_path / "ours", data_root=uri, chunk_records=7)
+    same(ours, expected)
+    (never,) = read_manifest(tmp_path / "ours").values["never_read"].values()
+    assert never.keys() == {"score", "xxh64 of index.json"}
 
 
 def test_splits_are_folders(raw, tmp_path):
