@@ -78,6 +78,7 @@ def test_what_is_compiled_ahead_is_all_that_grouping_needs(tmp_path: Path) -> No
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.thorough
 def test_a_build_begins_to_compile_before_its_command_is_loaded(tmp_path: Path) -> None:
     begun = (
         "import sys; sys.argv = ['packer', 'build'];"

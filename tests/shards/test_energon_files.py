@@ -107,6 +107,7 @@ def test_the_webdataset_library_gives_a_sample_per_group(built):
         assert [json.loads(sample[name])["sample_id"] for name in names] == row["sample_ids"]
 
 
+@pytest.mark.thorough
 def test_any_number_of_processes_writes_the_same_bytes(raw, built, tmp_path):
     build(raw, tmp_path / "out", format="energon", shard_mb=1, max_seq_len=1500, workers=2)
     assert digests(tmp_path / "out") == digests(built / "energon")

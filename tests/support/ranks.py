@@ -31,11 +31,17 @@ PRELOADED = (
     "isobatch.engine.runtime.pipeline",
     "isobatch.engine.train.cli",
     "loaders",
+    "isobatch.engine.cli",
     "isobatch.packer.cli",
+    "pandas",
+    "peft",
+    "tensorboard.summary.writer",
     "torch.distributed.checkpoint",
     "transformers.models.internvl.modeling_internvl",
     "transformers.models.llava.modeling_llava",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "transformers.trainer_pt_utils",
     "support.preloaded",
 )
 """What most ranks import; a module that is not installed is left out."""

@@ -21,6 +21,7 @@ def draw(rng, num_samples, num_phases=2):
     return np.stack([vision, llm, llm**2 / 200][:num_phases], axis=1)
 
 
+@pytest.mark.thorough
 def test_plans_of_few_samples_are_near_the_best_of_all_plans():
     rng = np.random.default_rng(0)
     gaps = []

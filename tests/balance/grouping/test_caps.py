@@ -109,6 +109,7 @@ def test_caps_from_the_data_reject_no_sample_that_fits_the_context(
         assert limits.min_vision > 0, "a target of 0 would keep every group as it is"
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(datasets(), st.integers(300, 1200))
 def test_the_chosen_vision_cap_costs_no_groups(counts, max_seq_len):
@@ -143,6 +144,7 @@ def test_a_smaller_cap_is_taken_where_it_costs_nothing():
     assert "the largest sample's" in cap_lines(choice)[0]
 
 
+@pytest.mark.thorough
 def test_what_is_said_of_a_caps_price_is_true_of_its_trials():
     said = set()
     for seed in range(8):

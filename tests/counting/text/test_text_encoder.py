@@ -85,6 +85,7 @@ def require_equal(result, expected, text):
     assert spans == expected[1], ascii(text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("normal", ["NFC", None])
 def test_ids_and_spans_are_those_of_tokenizers(name, normal):

@@ -301,6 +301,7 @@ def test_what_held_a_result_up_on_its_way_is_on_the_critical_path():
     ]
 
 
+@pytest.mark.thorough
 @for_each("seed", draws(40))
 def test_ways_carry_one_result_at_a_time_in_order(seed):
     schedule, stages, encodings = random_case(seed)
@@ -316,6 +317,7 @@ def test_ways_carry_one_result_at_a_time_in_order(seed):
     assert not (sent.end_ns > sent.start_ns)[~sent.crosses].any()
 
 
+@pytest.mark.thorough
 @for_each("seed", range(50))
 def test_busy_and_waiting_are_the_whole_step(seed):
     schedule, stages, encodings = random_case(seed)

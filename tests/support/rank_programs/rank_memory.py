@@ -134,11 +134,11 @@ def profile_mode(said, mode):
     said["profile"] = profile_to_dict(measure_layers(pipeline, batches, loads, labels, options))
 
 
-def train_counted(said, mode, dp):
+def train_counted(said, mode, dp, runs):
     """Of each run a step of training with the optimizer's state, then one whose gradients are there
     from the beginning, as plans have them: bytes that are live before it, and at most in both.
     """
-    for name, run in RUNS.items():
+    for name, run in runs.items():
         said[name] = _train_counted(mode, dp, run)
 
 
