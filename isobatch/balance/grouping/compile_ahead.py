@@ -1,4 +1,4 @@
-"""The default grouping's kernels, compiled by a process or loaded by a thread while data is read.
+"""The default grouping's kernels, compiled or loaded while data is read.
 
 On a machine where nobody has grouped yet, they take 3 to 4 s of a core. They go to numba's cache,
 from which the process that groups then loads them, in .4 s that a thread spends while files are

@@ -74,7 +74,7 @@ PAGE_FRAGMENTS = (
     ),
     (
         "docs/load/without_a_build.md",
-        "BalancedTrainer(\n    model=model, args=args, train_dataset=dataset,\n",
+        "BalancedTrainer(\n    model=model,\n",
     ),
     ("docs/load/trainers/trl.md", "from isobatch"),
     ("docs/load/trainers/lightning.md", "steps ="),
