@@ -92,7 +92,7 @@ def _memory(key: str) -> int:
 
 def shape_of(kind: str, what: str) -> str:
     """An answer without numbers and names: equal for answers of one kind."""
-    return f"{kind} {re.sub(r'[0-9]+|/[^ ]*|`[^`]*`|[^ ]*%[^ ]*', '#', what)[:70]}"
+    return f"{kind} {re.sub(r'[0-9]+|/[^ ]*|`[^`]*`|[^ ]*%[^ ]*', '#', what[:500])[:70]}"
 
 
 # --- child processes ---

@@ -31,14 +31,14 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def visible_line(text: str) -> str:
-    r"""The same in one line: line breaks are escapes too, but for the items of a list.
+    r"""The same in one line: line breaks and tabs are escapes too, but for the items of a list.
 
     >>> visible_line("no file a\nb; missing:\n  - c\x07")
     'no file a\\nb; missing:\n  - c\\x07'
     """
     if text.isprintable():
         return text
-    return visible(re.sub(rf"\n(?!{_LIST_ITEM[1:]})", r"\\n", text))
+    return visible(re.sub(rf"\n(?!{_LIST_ITEM[1:]})", r"\\n", text)).replace("\t", r"\t")
 
 
 def shown(value: object) -> str:

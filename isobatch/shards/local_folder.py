@@ -32,7 +32,10 @@ def _open_now(path: str, flags: int = 0) -> int:
 
     So would a device without an end, such as /dev/zero; it is refused.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except ValueError:  # a null byte or half a character
+        raise FileNotFoundError(errno.ENOENT, "no file can have this name", path) from None
     if stat.S_ISCHR(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.ENODEV, "a device, not a file", path)

@@ -389,7 +389,7 @@ class FolderFiles:
         path = self._folder / PurePosixPath(file.name).name
         # read, not mapped: so columns that nobody uses take no memory of this process
         with pa.OSFile(str(path)) as opened:
-            content = opened.read_at(batch.length, batch.offset)
+            content = opened.read_at(min(batch.length, opened.size()), batch.offset)
         if problem := wrong_bytes(batch.checksum, "the manifest says", content):
             raise DamagedShard(
                 f"{path}: record batch {number}: {problem}; run `packer verify`, and copy or build "

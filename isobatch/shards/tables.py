@@ -127,6 +127,8 @@ def groups_table(groups: Groups, counts: Counts) -> pa.Table:
 
 def read_groups(table: pa.Table) -> Groups:
     """The groups of a groups table: the inverse of `groups_table`. DataError if it is damaged."""
+    if lacking := {"samples", "num_samples"}.difference(table.column_names):
+        raise DataError(f"{GROUPS_NAME}: damaged: it has no column {min(lacking)}; build again")
     rows = [chunk.flatten().to_numpy() for chunk in table.column("samples").chunks]
     samples = np.concatenate([np.empty(0, np.int64), *rows])
     sizes = table.column("num_samples").to_numpy()

@@ -90,7 +90,7 @@ def _check_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != expected[key]:
             raise ConfigError(
-                f"state has {key} {state[key]!r}, this loader {expected[key]!r}: {reason}"
+                f"state has {key} {shown(state[key])}, this loader {expected[key]!r}: {reason}"
             )
     if set(state) != set(expected):
         raise ConfigError(

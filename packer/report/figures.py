@@ -10,7 +10,7 @@ sequences to their micro-batch's longest, groups are packed; both concatenate vi
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,7 @@ from isobatch.balance.order.step_order import epoch_steps
 from isobatch.common.config import build_config
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
+from isobatch.common.visible_text import shown
 from isobatch.counting.records.fields import NeverRead
 from isobatch.models.presets import ModelPreset
 from isobatch.packer.format_text import counted
@@ -59,6 +60,8 @@ from isobatch.shards.tables import (
     row_group_sizes,
     source_numbers,
 )
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 TITLES = {
     "random": "random",
@@ -400,6 +403,14 @@ def _notes(tables: _Tables, num_packed: int, dp: int) -> tuple[str, ...]:
 # --- the tables of a build, checked against each other ---
 
 
+def _of_kind(kind: type[Kind], manifest: Manifest, key: str) -> Kind:
+    """A value of the manifest that builds of earlier versions lack."""
+    value = manifest.values.get(key, kind())
+    if not isinstance(value, kind):
+        raise DataError(f"{manifest.place}: {MANIFEST_NAME}: {key} is {shown(value)}; build again")
+    return value
+
+
 def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
     """The tables of a build. DataError when one is missing, unreadable or does not add up."""
     if not out.is_dir():
@@ -420,8 +431,8 @@ def _read_tables(out: Path, manifest: Manifest | None) -> _Tables:
         unread = {}
     else:
         limits = manifest.limits
-        unread = manifest.values.get("never_read", {})
-        explained = tuple(map(str, manifest.values.get("limits_explained", ())))
+        unread = _of_kind(dict, manifest, "never_read")
+        explained = tuple(map(str, _of_kind(list, manifest, "limits_explained")))
         said = manifest.values["totals"]
         asked = totals if numbers is None else [*totals, "num_repeated"]
         if missing := [name for name in asked if name not in said]:

@@ -16,6 +16,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.common.visible_text import shown
 from isobatch.counting.records.fields import NO_MEANING, Unread, example_of, is_empty
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
@@ -325,7 +326,9 @@ def known_columns(columns: Iterable[str], where: str, located: Located) -> tuple
 def require_known(values: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """ConfigError for a key of another tool's file that nothing here reads."""
     if strange := [str(key) for key in values if key not in known]:
-        raise ConfigError(f"{where}: unknown key {strange[0]!r}; known: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{where}: unknown key {shown(strange[0])}; known: {', '.join(sorted(known))}"
+        )
 
 
 def examples(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:

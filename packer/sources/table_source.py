@@ -129,8 +129,12 @@ def _open_table(folder: Folder, name: str) -> Iterator[_ParquetTable | _ArrowTab
         if file.read() != END_MARK:
             raise pa.ArrowInvalid("it ends without the end mark of an Arrow stream")
         datasets = import_datasets(f"{name}, written by `datasets`,")
+        path = join(folder.uri, name)
+        with pa.memory_map(path) as mapped:
+            for batch in pa.ipc.open_stream(mapped):
+                batch.validate()  # a length below 0 would end the process in `from_file`
         try:
-            table = datasets.Dataset.from_file(join(folder.uri, name)).data.table
+            table = datasets.Dataset.from_file(path).data.table
         except ValueError as error:  # its metadata describe other columns than it has
             raise pa.ArrowInvalid(first_line(error)) from None
         yield _ArrowTable(table)
