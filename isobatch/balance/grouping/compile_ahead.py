@@ -50,7 +50,8 @@ def load() -> None:
     """Begin to load what is in the cache, beside what this process does next."""
     global _thread  # noqa: PLW0603
     if _thread is None and _process is None and are_compiled(KERNELS):
-        _thread = threading.Thread(target=_load_all, name="isobatch-kernels")
+        # a process that ends, by Ctrl-C twice perhaps, does not wait for it
+        _thread = threading.Thread(target=_load_all, name="isobatch-kernels", daemon=True)
         _thread.start()
 
 
