@@ -310,10 +310,10 @@ def _sample_view(
         audio_seconds = tuple(clip.num_samples / rule.sampling_rate for clip in clips)
     tokens = slice(*stored.cu_seqlens[place : place + 2])
     pieces = read_pieces(stored.input_ids[tokens], stored.labels[tokens], files, decoder)
-    for piece in pieces:
-        if piece.kind is PieceKind.image and (piece.file or 0) >= len(images):
-            held = f"has tokens of more than its {len(images)} images"
-            raise DamagedShard(f"{stored.where}: {held}; run `packer verify`")
+    files_seen = [piece.file for piece in pieces if piece.kind is PieceKind.image]
+    if max((number for number in files_seen if number is not None), default=-1) >= len(images):
+        held = f"has tokens of more than its {len(images)} images"
+        raise DamagedShard(f"{stored.where}: {held}; run `packer verify`")
     return SampleView(
         sample_id=stored.sample_ids[place],
         source=about["source"],
