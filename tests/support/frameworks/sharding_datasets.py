@@ -145,7 +145,13 @@ def open_grain(folder, way):
 def open_ray(folder, way):
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     return ray.data.from_items([item(number) for number in range(NUM_ITEMS)]), {}
 
