@@ -90,21 +90,25 @@ def scripts(wheel, shared):
         subprocess.run(command, check=True)
         packages = Path(sysconfig.get_path("purelib", vars={"base": folder}))
         Path(packages, "tests.pth").write_text(sysconfig.get_path("purelib"))
-        keep_machine_code(packages / "isobatch")
+        share_machine_code(packages / "isobatch")
 
     return shared("environment", install) / "bin"
 
 
-def keep_machine_code(package):
-    """Give an installed package what numba has compiled of the same files of the checkout."""
+def share_machine_code(package):
+    """Let an installed package keep what is compiled with that of the same files of the checkout.
+
+    Python and numba take it for files of the same time and size only.
+    """
     for file in package.rglob("*.py"):
         source = ROOT / "isobatch" / file.relative_to(package)
-        compiled = [*source.parent.glob(f"__pycache__/{file.stem}.*.nb[ci]")]
-        if compiled and source.read_bytes() == file.read_bytes():
-            shutil.copystat(source, file)  # numba asks for the same time
-            (file.parent / "__pycache__").mkdir(exist_ok=True)
-            for code in compiled:
-                shutil.copy(code, file.parent / "__pycache__")
+        if source.read_bytes() == file.read_bytes():
+            shutil.copystat(source, file)
+    for folder in {file.parent for file in package.rglob("*.py")}:
+        shared = ROOT / "isobatch" / folder.relative_to(package) / "__pycache__"
+        shared.mkdir(exist_ok=True)
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        (folder / "__pycache__").symlink_to(shared)
 
 
 @pytest.fixture
