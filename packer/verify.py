@@ -217,6 +217,7 @@ def _check_absent(
 def _check_ranges(index: GroupIndex, manifest: Manifest) -> Iterator[str]:
     """Groups are inside their shards, in order, without overlap."""
     shard, offset, length = (index.column(name) for name in ("shard", "offset", "length"))
+    manifest.shard(int(shard.max(initial=0)))
     sizes = np.array([file.size for file in manifest.shards])
     overlaps = (shard[1:] == shard[:-1]) & (offset[1:] < offset[:-1] + length[:-1])
     bad = np.flatnonzero((offset + length > sizes[shard]) | np.concatenate([[False], overlaps]))

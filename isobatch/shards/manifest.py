@@ -162,6 +162,13 @@ class Manifest:
                 return file
         raise DataError(f"{join(self.place, MANIFEST_NAME)}: lists no {name}; build again")
 
+    def shard(self, number: int) -> BuildFile:
+        """Shard `number`, as the index names it. DataError if the manifest does not list it."""
+        if number < len(self.shards):
+            return self.shards[number]
+        lists = f"lists {len(self.shards)} shards, and the index has groups in shard {number}"
+        raise DataError(f"{join(self.place, MANIFEST_NAME)}: {lists}; build again")
+
     def table_path(self, name: str) -> str:
         """Path of the index or a table under `place`, with slashes."""
         return f"{self.tables}/{name}" if self.tables else name

@@ -82,7 +82,7 @@ class LocalShards:
             return mapped  # none is ever closed, so nobody need know which was used last
         with self._lock:
             if shard not in self._opened:
-                self._opened[shard] = self._map(self._manifest.shards[shard])
+                self._opened[shard] = self._map(self._manifest.shard(shard))
                 if len(self._opened) > MAX_OPEN:
                     # closed by its own finaliser, once no view of it is in use any more
                     self._opened.popitem(last=False)
@@ -147,5 +147,5 @@ class LocalMedia:
 
 def group_place(manifest: Manifest, index: GroupIndex, group: int) -> str:
     """A group, for messages: `shard-00003.arrow, group 71`."""
-    name = manifest.shards[index.row(group, "shard")[0]].name
+    name = manifest.shard(index.row(group, "shard")[0]).name
     return f"{name.rpartition('/')[2]}, group {group}"

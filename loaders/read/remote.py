@@ -163,7 +163,7 @@ class RemoteShards:
             # shape (len(wanted), 3)
             table = np.array(rows, np.int64)[wanted]
             for request in join_ranges(np.array(groups, np.int64)[wanted], *table.T):
-                shard = self._manifest.shards[request.shard]
+                shard = self._manifest.shard(request.shard)
                 future = self._store.start(shard.name, request.start, request.end, shard.size)
                 for group in request.groups:
                     self._ahead[group] = future, request
@@ -207,7 +207,7 @@ class RemoteShards:
     def _fetch(
         self, shard: int, start: int, end: int, where: str, check: Check | None = None
     ) -> Any:
-        file = self._manifest.shards[shard]
+        file = self._manifest.shard(shard)
         future = self._store.start(file.name, start, end, file.size, check)
         return self._wait(future, end - start, where)
 

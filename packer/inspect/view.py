@@ -201,7 +201,7 @@ def inspect_group(
         counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
         shard, offset, length = index.row(number, "shard", "offset", "length")
         sample_ids = index.sample_ids(number)
-    name = manifest.shards[shard].name
+    name = manifest.shard(shard).name
     stored = _read_stored(manifest, name, offset, length)
     if stored.sample_ids != sample_ids:
         held = f"holds samples {list(stored.sample_ids)[:3]}, not those of the index"

@@ -218,7 +218,7 @@ class PackedBuildSource(Source):
             rows = slice(start, group + 1)
             columns = (values[rows].tolist() for values in (offset, length, checksum))
             groups = tuple(zip(range(start, group + 1), *columns, strict=True))
-            name = manifest.shards[int(shard[group])].name
+            name = manifest.shard(int(shard[group])).name
             yield BuildChunk(self._stored, name, self._prefix + name, groups, first)
             on_bytes(int(length[rows].sum()))
             start, first = group + 1, end

@@ -39,8 +39,10 @@ from isobatch.shards.folders import Folder, is_uri, join, open_folder
 MAX_REREADS = 8
 EXAMPLE_BLOCKS = 4
 """Blocks that are looked at for a value of a column that nothing reads."""
-READ_BYTES = 1 << 20
-"""Size of the reads of column chunks, so that a large row group is never in memory as a whole."""
+READ_BYTES, WHOLE_BYTES = 1 << 20, 64 << 20
+"""Size of the reads of column chunks, so that a large row group is never in memory as a whole; and
+of files below which it may be.
+"""
 BATCH_ROWS = 8
 """Rows decoded at once: few, because a dictionary can give each the same 50 MB, 2 KB on disk."""
 END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
@@ -123,7 +125,9 @@ def _open_table(folder: Folder, name: str) -> Iterator[_ParquetTable | _ArrowTab
     """A table file; DataError that names it if it is damaged, also inside the `with`."""
     with opened(folder, name) as file:
         if name.endswith(".parquet"):
-            yield _ParquetTable(pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False))
+            # a buffer grows to what a page claims, up to 2 GiB, however small the file is
+            size = READ_BYTES if file.seek(0, 2) > WHOLE_BYTES else 0
+            yield _ParquetTable(pq.ParquetFile(file, buffer_size=size, pre_buffer=False))
             return
         file.seek(max(file.seek(0, 2) - len(END_MARK), 0))
         if file.read() != END_MARK:
