@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isobatch.balance.kernels import inner, kernel
+from isobatch.balance.kernels import copy_into, inner, kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.schedule import PassKind, Schedule
@@ -300,8 +300,7 @@ def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[n
         _set_fewest(groups, rank, group)
     best_ns = _time(groups, each_ns)
     best = np.empty(num_groups, np.int64)
-    for group in range(num_groups):
-        best[group] = groups.counts[group]
+    copy_into(best, groups.counts)
     # all choices, the first group's number changing slowest
     changed, tried = -1, 0
     while tried < MOST_TRIED:
@@ -310,8 +309,7 @@ def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[n
         time = _time(groups, each_ns)
         if time < best_ns:
             best_ns = time
-            for group in range(num_groups):
-                best[group] = groups.counts[group]
+            copy_into(best, groups.counts)
         changed = _next(groups, each_ns, best_ns)
         if changed < 0:
             break

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isobatch.balance.kernels import inner, kernel
+from isobatch.balance.kernels import fill, inner, kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
@@ -136,12 +136,10 @@ def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore
         # times outside, then the step
         _outside(sums, (first, num_stages), cuts, ready[0], turn, tail)
         for stage in range(width):
-            for number in range(shape[1]):
-                ready_back[stage, number] = 0
+            fill(ready_back[stage], 0)
+        fill(now, 0)
         for rank in range(num_ranks):
-            now[rank] = 0
-            for other in range(num_ranks):
-                free[rank, other] = 0
+            fill(free[rank], 0)
         times = (forward, input_grad, weight_grad)
         state = (ready, ready_back, turn, tail, now, free)
         steps[window] = _run(inside, sums, first, cuts, times, state)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isobatch.balance.kernels import inner, kernel
+from isobatch.balance.kernels import copy_into, fill, inner, kernel
 from isobatch.common.types import BoolArray, FloatArray, IntArray
 
 MAX_PARTNERS = 16
@@ -108,8 +108,7 @@ def search(problem, slots):  # type: ignore[no-untyped-def]
     state = _begun(problem, slots)
     min_time = _time(problem, state)
     best = np.empty(len(slots), np.int64)
-    for sample in range(len(slots)):
-        best[sample] = slots[sample]
+    copy_into(best, slots)
     changed = False
     for _ in range(CHANGES * len(slots) + len(state.used)):
         slot = _furthest(problem, state)
@@ -117,8 +116,7 @@ def search(problem, slots):  # type: ignore[no-untyped-def]
             if not changed:
                 break
             # others have changed since: try all slots again
-            for other in range(len(state.stuck)):
-                state.stuck[other] = False
+            fill(state.stuck, False)
             changed = False
             continue
         i, j, other = _best_change(problem, state, slot)
@@ -136,8 +134,7 @@ def search(problem, slots):  # type: ignore[no-untyped-def]
         time = _time(problem, state)
         if time < min_time:
             min_time = time
-            for sample in range(len(slots)):
-                best[sample] = state.slots[sample]
+            copy_into(best, state.slots)
     return best
 
 
@@ -155,10 +152,9 @@ def _begun(problem, slots):  # type: ignore[no-untyped-def]
         np.zeros((2, problem.num_ranks)),
         np.zeros(num_slots, np.bool_),
     )
-    for slot in range(num_slots):
-        state.first[slot] = -1
+    copy_into(state.slots, slots)
+    fill(state.first, -1)
     for sample in range(len(slots) - 1, -1, -1):
-        state.slots[sample] = slots[sample]
         _add(problem, state, sample, slots[sample], ONE)
         state.after[sample] = state.first[slots[sample]]
         state.first[slots[sample]] = sample

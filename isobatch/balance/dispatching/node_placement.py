@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isobatch.balance.dispatching.post_balancing import as_batches
-from isobatch.balance.kernels import inner, kernel
+from isobatch.balance.kernels import copy_into, fill, inner, kernel
 from isobatch.common.types import IntArray
 
 PRECISION = 256
@@ -142,13 +142,11 @@ def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untype
                 failed = _cover(step, draft, loads, nodes, target)
         if failed < 0:
             high = draft.sends[_largest(draft.sends)]
-            for batch in range(len(loads)):
-                best.node_of[batch] = draft.node_of[batch]
-                best.sends[batch] = draft.sends[batch]
+            copy_into(best.node_of, draft.node_of)
+            copy_into(best.taken, draft.taken)
+            copy_into(best.sends, draft.sends)
             for node in range(len(nodes)):
-                best.taken[node] = draft.taken[node]
-                for slot in range(draft.taken[node]):
-                    best.members[node, slot] = draft.members[node, slot]
+                copy_into(best.members[node], draft.members[node])
         else:
             low = target + 1
 
@@ -159,11 +157,9 @@ def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-de
 
     -1 if that succeeds; else the place in `nodes` of the one that failed, which moves to the front.
     """
-    for batch in range(len(loads)):
-        placement.node_of[batch] = FREE
-        placement.sends[batch] = loads[batch]
-    for node in range(len(nodes)):
-        placement.taken[node] = 0
+    fill(placement.node_of, FREE)
+    fill(placement.taken, 0)
+    copy_into(placement.sends, loads)
     swaps = np.int64(MAX_SWAPS)
     # again, if swaps left an earlier node above the target
     while placement.sends[_largest(placement.sends)] > target:
@@ -320,8 +316,7 @@ def _shares(step, batch, first, held):  # type: ignore[no-untyped-def]
 
     0 where there are no more ranks.
     """
-    for local in range(len(held)):
-        held[local] = 0
+    fill(held, 0)
     _add_shares(step, batch, first, ONE, held)
 
 
@@ -392,10 +387,9 @@ def _best_swaps(step, placement, rank, target, number, min_gain):  # type: ignor
     node, local = rank // ranks_per_node, rank % ranks_per_node
     gains, outs = np.empty(number, np.int64), np.empty(number, np.int64)
     ins = np.empty(number, np.int64)
-    for at in range(number):
-        gains[at] = min_gain
-        outs[at] = -1
-        ins[at] = -1
+    fill(gains, min_gain)
+    fill(outs, -1)
+    fill(ins, -1)
     first, sends = _node_sends(placement, node)
     # what each rank of the node holds of the node's batches
     held = np.empty((placement.taken[node], len(sends)), np.int64)  # (slot, rank in node)
