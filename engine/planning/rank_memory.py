@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isobatch.balance.kernels import kernel
+from isobatch.balance.kernels import copy_into, inner, kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.simulator.schedule import PassKind, Schedule
@@ -149,7 +149,7 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     return peak
 
 
-@kernel
+@inner
 def _add_layer(layers, layer, live_bytes, live, held, peaks):  # type: ignore[no-untyped-def]
     """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
@@ -172,44 +172,47 @@ def _add_layer(layers, layer, live_bytes, live, held, peaks):  # type: ignore[no
         held[number] += deferred
 
 
-@kernel
+@inner
 def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
     """Groups of equal layers, the largest group last: -> (layers, first of each group)."""
-    # a key per stage and kind
-    count = 0
-    for chunk in range(len(starts)):
-        count += ends[chunk] - starts[chunk]
-    keys, places = np.empty(count, np.int64), np.empty(count, np.int64)
-    num_kinds, count = kind.max() + 1, 0
+    # sizes of all stages and kinds, also of those without layers
+    num_kinds = 0
+    for layer in range(len(kind)):
+        num_kinds = max(num_kinds, kind[layer] + 1)
+    sizes = np.zeros(len(starts) * num_kinds, np.int64)
+    count = num_groups = 0
     for chunk in range(len(starts)):
         for layer in range(starts[chunk], ends[chunk]):
             if kind[layer] >= 0:
-                keys[count], places[count] = chunk * num_kinds + kind[layer], layer
+                key = chunk * num_kinds + kind[layer]
                 count += 1
-    # groups of equal keys
-    order = np.argsort(keys[:count], kind="mergesort")
-    keys, places = keys[:count][order], places[:count][order]
-    bounds = [0]
-    for at in range(1, count):
-        if keys[at] != keys[at - 1]:
-            bounds.append(at)
-    bounds.append(count)
-    # by size
-    sizes = np.diff(np.array(bounds))
-    layers, firsts = np.empty(count, np.int64), np.zeros(len(sizes) + 1, np.int64)
-    for at, group in enumerate(np.argsort(sizes, kind="mergesort")):
-        firsts[at + 1] = firsts[at] + sizes[group]
-        layers[firsts[at] : firsts[at + 1]] = places[bounds[group] : bounds[group + 1]]
+                num_groups += sizes[key] == 0
+                sizes[key] += 1
+    # by size, those of one size by stage and kind
+    layers, firsts = np.empty(count, np.int64), np.zeros(num_groups + 1, np.int64)
+    for group in range(num_groups):
+        best = -1
+        for key in range(len(sizes)):
+            if sizes[key] > 0 and (best < 0 or sizes[key] < sizes[best]):
+                best = key
+        sizes[best] = 0
+        at = firsts[group]
+        chunk = best // num_kinds
+        for layer in range(starts[chunk], ends[chunk]):
+            if kind[layer] == best % num_kinds:
+                layers[at] = layer
+                at += 1
+        firsts[group + 1] = at
     return layers, firsts
 
 
-@kernel
+@inner
 def _fits(rank, recompute):  # type: ignore[no-untyped-def]
     peak = peak_bytes(rank.layers, rank.order, rank.starts, rank.ends, recompute)
     return peak <= rank.memory_bytes
 
 
-@kernel
+@inner
 def _set(groups, group, count):  # type: ignore[no-untyped-def]
     """Recompute the first `count` layers of a group, and no other of it."""
     groups.counts[group] = count
@@ -218,7 +221,7 @@ def _set(groups, group, count):  # type: ignore[no-untyped-def]
         groups.recompute[groups.members[at]] = at < first + count
 
 
-@kernel
+@inner
 def _set_fewest(groups, rank, group):  # type: ignore[no-untyped-def]
     """Recompute as few layers of one group as fit; -> whether any number fits."""
     size = groups.firsts[group + 1] - groups.firsts[group]
@@ -234,7 +237,7 @@ def _set_fewest(groups, rank, group):  # type: ignore[no-untyped-def]
     return low <= size
 
 
-@kernel
+@inner
 def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
     """Give the groups from `first` on the least numbers that fit, one after the other."""
     for group in range(first, len(groups.counts)):
@@ -243,7 +246,16 @@ def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
         _set_fewest(groups, rank, group)
 
 
-@kernel
+@inner
+def _time(groups, each_ns):  # type: ignore[no-untyped-def]
+    """Of all that is recomputed now."""
+    time = np.int64(0)
+    for group in range(len(each_ns)):
+        time += groups.counts[group] * each_ns[group]
+    return time
+
+
+@inner
 def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
     """One more of a group and none of those after it, under `best_ns`; -> that group, or -1.
 
@@ -257,7 +269,7 @@ def _next(groups, each_ns, best_ns):  # type: ignore[no-untyped-def]
         group -= 1
         if groups.counts[group] < groups.firsts[group + 1] - groups.firsts[group]:
             _set(groups, group, groups.counts[group] + 1)
-            if (groups.counts * each_ns).sum() < best_ns:
+            if _time(groups, each_ns) < best_ns:
                 return group
     return -1
 
@@ -280,20 +292,24 @@ def fastest_choice(layers, order, starts, ends, memory_bytes):  # type: ignore[n
     if not _fits(rank, groups.recompute):
         return groups.recompute, 0
     # a good first choice: least of the slowest groups first
-    each_ns = np.zeros(num_groups, np.int64)
-    if len(members):
-        each_ns[:] = layers.extra_ns[members[firsts[:-1]]]
-    for group in np.argsort(-each_ns):
+    each_ns, saved_ns = np.empty(num_groups, np.int64), np.empty(num_groups, np.int64)
+    for group in range(num_groups):
+        each_ns[group] = layers.extra_ns[members[firsts[group]]]
+        saved_ns[group] = -each_ns[group]
+    for group in np.argsort(saved_ns):
         _set_fewest(groups, rank, group)
-    best, best_ns = groups.counts.copy(), (groups.counts * each_ns).sum()
+    best_ns = _time(groups, each_ns)
+    best = np.empty(num_groups, np.int64)
+    copy_into(best, groups.counts)
     # all choices, the first group's number changing slowest
     changed, tried = -1, 0
     while tried < MOST_TRIED:
         tried += 1
         _complete(groups, rank, changed + 1)
-        time = (groups.counts * each_ns).sum()
+        time = _time(groups, each_ns)
         if time < best_ns:
-            best[:], best_ns = groups.counts, time
+            best_ns = time
+            copy_into(best, groups.counts)
         changed = _next(groups, each_ns, best_ns)
         if changed < 0:
             break

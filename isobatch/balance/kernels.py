@@ -40,6 +40,20 @@ inlined: Any = numba.njit(**_WITHOUT_DOOR, forceinline=True)
 """The same for innermost loops, where a call would be a third of the time."""
 
 
+@inner
+def copy_into(target, values):  # type: ignore[no-untyped-def]
+    """For kernels: `target[:] = values` takes numba a second to compile."""
+    for at in range(len(values)):
+        target[at] = values[at]
+
+
+@inner
+def fill(target, value):  # type: ignore[no-untyped-def]
+    """For kernels, as `copy_into`: `target[:] = value`."""
+    for at in range(len(target)):
+        target[at] = value
+
+
 def load_compiler() -> None:
     """Load what the first kernel of a process needs, which takes .2 s, unless it is there."""
     numba.core.registry.cpu_target.typing_context.refresh()

@@ -39,10 +39,13 @@ class Page(HTMLParser):
             self.loads.append(values[LOADED[tag]])
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
+@pytest.fixture(scope="session")
+def site(shared):
     """The built site."""
-    folder = tmp_path_factory.mktemp("site")
+    return shared("site", build)
+
+
+def build(folder):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
@@ -54,7 +57,6 @@ def site(tmp_path_factory):
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "WARNING -  " not in said, said
-    return folder
 
 
 @pytest.fixture(scope="module")

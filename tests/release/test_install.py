@@ -1,6 +1,7 @@
 """The wheel in an environment of its own, in a folder whose modules have all of our short names."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ from support import ROOT
 
 pytestmark = pytest.mark.slow
 
+PIP = (sys.executable, "-m", "pip")
 NAMES = ("balance", "shards", "configs", "packer", "loaders", "engine")
 ONLINE = """
 import torch.multiprocessing
@@ -65,33 +67,48 @@ assert packer.Builder is isobatch.Builder
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
-    subprocess.run(command, check=True)
-    return next(folder.glob("*.whl"))
+@pytest.fixture(scope="session")
+def wheel(shared):
+    def build(folder):
+        command = [*PIP, "wheel", "-q", "--no-deps", "-w", folder, ROOT]
+        subprocess.run(command, check=True)
+
+    return next(shared("wheel", build).glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def scripts(wheel, tmp_path_factory):
+@pytest.fixture(scope="session")
+def scripts(wheel, shared):
     """The folder of the programs of an environment with the wheel and `balance` 0.23.
 
     What the wheel depends on is that of the tests: a path in a `.pth` brings no checkout along.
     """
-    folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = folder / "bin" / "python"
-    command = [python, "-m", "pip", "install", "-q", "--no-deps", wheel, "balance==0.23"]
-    subprocess.run(command, check=True)
-    packages = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    Path(packages, "tests.pth").write_text(sysconfig.get_path("purelib"))
-    return python.parent
+
+    def install(folder):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        python = folder / "bin" / "python"
+        command = [*PIP, "--python", python, "install", "-q", "--no-deps", wheel, "balance==0.23"]
+        subprocess.run(command, check=True)
+        packages = Path(sysconfig.get_path("purelib", vars={"base": folder}))
+        Path(packages, "tests.pth").write_text(sysconfig.get_path("purelib"))
+        share_machine_code(packages / "isobatch")
+
+    return shared("environment", install) / "bin"
+
+
+def share_machine_code(package):
+    """Let an installed package keep what is compiled with that of the same files of the checkout.
+
+    Python and numba take it for files of the same time and size only.
+    """
+    for file in package.rglob("*.py"):
+        source = ROOT / "isobatch" / file.relative_to(package)
+        if source.read_bytes() == file.read_bytes():
+            shutil.copystat(source, file)
+    for folder in {file.parent for file in package.rglob("*.py")}:
+        shared = ROOT / "isobatch" / folder.relative_to(package) / "__pycache__"
+        shared.mkdir(exist_ok=True)
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        (folder / "__pycache__").symlink_to(shared)
 
 
 @pytest.fixture

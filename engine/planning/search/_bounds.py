@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isobatch.balance.kernels import kernel
+from isobatch.balance.kernels import fill, inner, kernel
 from isobatch.common.types import BoolArray, IntArray
 from isobatch.engine.cost_model.costs import Costs
 from isobatch.engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
@@ -135,14 +135,18 @@ def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore
                 )
         # times outside, then the step
         _outside(sums, (first, num_stages), cuts, ready[0], turn, tail)
-        ready_back[:], now[:], free[:] = 0, 0, 0
+        for stage in range(width):
+            fill(ready_back[stage], 0)
+        fill(now, 0)
+        for rank in range(num_ranks):
+            fill(free[rank], 0)
         times = (forward, input_grad, weight_grad)
         state = (ready, ready_back, turn, tail, now, free)
         steps[window] = _run(inside, sums, first, cuts, times, state)
     return steps
 
 
-@kernel
+@inner
 def _outside(sums, span, cuts, head, turn, tail):  # type: ignore[no-untyped-def]
     """Least times of micro-batches outside a window: before, between exit and return, after."""
     first, num_stages = span
@@ -165,7 +169,7 @@ def _outside(sums, span, cuts, head, turn, tail):  # type: ignore[no-untyped-def
             tail[number] += before * sums.min_back_before[start, number]
 
 
-@kernel
+@inner
 def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untyped-def]
     """The time of a step. `free[a, b]`: when the last send from rank a to rank b has arrived."""
     forward, input_grad, weight_grad = durations
@@ -201,4 +205,6 @@ def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untype
         else:
             end = now[rank] + weight_grad[stage, number]
         now[rank] = end
-    return max(step, now.max())
+    for rank in range(num_ranks):
+        step = max(step, now[rank])
+    return step

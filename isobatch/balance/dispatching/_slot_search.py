@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isobatch.balance.kernels import kernel
+from isobatch.balance.kernels import copy_into, fill, inner, kernel
 from isobatch.common.types import BoolArray, FloatArray, IntArray
 
 MAX_PARTNERS = 16
@@ -23,6 +23,8 @@ OVER = 1e6
 """Weight of sizes over their caps: no plan over one is better than one within."""
 ANY_MOVE = 1e-6
 """Bytes that a moved sample counts as at least."""
+ONE = np.int64(1)
+"""An argument: for a number that is written in a call numba compiles the function once more."""
 
 
 class SlotProblem(NamedTuple):
@@ -104,7 +106,9 @@ def deal(problem, order, room):  # type: ignore[no-untyped-def]
 def search(problem, slots):  # type: ignore[no-untyped-def]
     """Change slots while squares fall; -> those of the least time (step and move) on the way."""
     state = _begun(problem, slots)
-    best, min_time = slots.copy(), _time(problem, state)
+    min_time = _time(problem, state)
+    best = np.empty(len(slots), np.int64)
+    copy_into(best, slots)
     changed = False
     for _ in range(CHANGES * len(slots) + len(state.used)):
         slot = _furthest(problem, state)
@@ -112,7 +116,7 @@ def search(problem, slots):  # type: ignore[no-untyped-def]
             if not changed:
                 break
             # others have changed since: try all slots again
-            state.stuck[:] = False
+            fill(state.stuck, False)
             changed = False
             continue
         i, j, other = _best_change(problem, state, slot)
@@ -130,17 +134,17 @@ def search(problem, slots):  # type: ignore[no-untyped-def]
         time = _time(problem, state)
         if time < min_time:
             min_time = time
-            best[:] = state.slots
+            copy_into(best, state.slots)
     return best
 
 
-@kernel
+@inner
 def _begun(problem, slots):  # type: ignore[no-untyped-def]
     num_slots, num_phases = problem.num_ranks * problem.num_rounds, problem.costs.shape[1]
     state = SlotState(
-        slots.copy(),
-        np.full(num_slots, -1),
-        np.full(len(slots), -1),
+        np.empty(len(slots), np.int64),
+        np.empty(num_slots, np.int64),
+        np.empty(len(slots), np.int64),
         np.zeros((num_slots, num_phases)),
         np.zeros((num_slots, num_phases)),
         np.zeros((num_slots, len(problem.max_sizes))),
@@ -148,8 +152,10 @@ def _begun(problem, slots):  # type: ignore[no-untyped-def]
         np.zeros((2, problem.num_ranks)),
         np.zeros(num_slots, np.bool_),
     )
+    copy_into(state.slots, slots)
+    fill(state.first, -1)
     for sample in range(len(slots) - 1, -1, -1):
-        _add(problem, state, sample, slots[sample], 1)
+        _add(problem, state, sample, slots[sample], ONE)
         state.after[sample] = state.first[slots[sample]]
         state.first[slots[sample]] = sample
     for number in range(problem.num_rounds):
@@ -157,7 +163,7 @@ def _begun(problem, slots):  # type: ignore[no-untyped-def]
     return state
 
 
-@kernel
+@inner
 def _furthest(problem, state):  # type: ignore[no-untyped-def]
     """The slot furthest from its mean that is not stuck; -1 if all are."""
     best, max_distance = -1, -1.0
@@ -172,7 +178,7 @@ def _furthest(problem, state):  # type: ignore[no-untyped-def]
     return best
 
 
-@kernel
+@inner
 def _best_change(problem, state, slot):  # type: ignore[no-untyped-def]
     """The change of `slot` that brings most: (its sample, the other's, the other slot).
 
@@ -187,8 +193,12 @@ def _best_change(problem, state, slot):  # type: ignore[no-untyped-def]
     best_i, best_j, partner = -1, -1, -1
     max_gain = NO_GAIN * problem.mean_cost * problem.mean_cost
     members = _members(problem, state, slot)
-    for other in np.argsort(dots)[: min(MAX_PARTNERS, num_slots - 1)]:
-        apart = state.distances[other] - state.distances[slot]
+    order = np.argsort(dots)
+    apart = np.empty(num_phases)
+    for place in range(min(MAX_PARTNERS, num_slots - 1)):
+        other = order[place]
+        for phase in range(num_phases):
+            apart[phase] = state.distances[other, phase] - state.distances[slot, phase]
         scale = 1.0
         if slot // problem.num_ranks != other // problem.num_ranks:
             scale -= 1.0 / problem.num_ranks
@@ -200,7 +210,7 @@ def _best_change(problem, state, slot):  # type: ignore[no-untyped-def]
     return best_i, best_j, partner
 
 
-@kernel
+@inner
 def _best_pair(problem, members, shift, used, min_gain):  # type: ignore[no-untyped-def]
     """The samples of two slots that lower squares most: (by how much, of the first, of the second).
 
@@ -229,11 +239,13 @@ def _best_pair(problem, members, shift, used, min_gain):  # type: ignore[no-unty
     return best
 
 
-@kernel
+@inner
 def _members(problem, state, slot):  # type: ignore[no-untyped-def]
     """Samples of a slot, after -1 for none if not only exchanges are wanted."""
     none = 0 if problem.swaps_only else 1
-    members = np.full(none + state.counts[slot], -1)
+    members = np.empty(none + state.counts[slot], np.int64)
+    for place in range(none):
+        members[place] = -1
     sample = state.first[slot]
     for place in range(none, len(members)):
         members[place] = sample
@@ -241,7 +253,7 @@ def _members(problem, state, slot):  # type: ignore[no-untyped-def]
     return members
 
 
-@kernel
+@inner
 def _take(problem, state, sample, target):  # type: ignore[no-untyped-def]
     """Put a sample into another slot."""
     first, after, source = state.first, state.after, state.slots[sample]
@@ -254,12 +266,12 @@ def _take(problem, state, sample, target):  # type: ignore[no-untyped-def]
         after[before] = after[sample]
     after[sample] = first[target]
     first[target] = sample
-    _add(problem, state, sample, source, -1)
-    _add(problem, state, sample, target, 1)
+    _add(problem, state, sample, source, -ONE)
+    _add(problem, state, sample, target, ONE)
     state.slots[sample] = target
 
 
-@kernel
+@inner
 def _add(problem, state, sample, slot, sign):  # type: ignore[no-untyped-def]
     """Count a sample in a slot, or no longer."""
     for phase in range(state.loads.shape[1]):
@@ -274,7 +286,7 @@ def _add(problem, state, sample, slot, sign):  # type: ignore[no-untyped-def]
         state.moves[1, target] += moved
 
 
-@kernel
+@inner
 def _measure(problem, state, number):  # type: ignore[no-untyped-def]
     """Set the distances of a micro-batch's slots from their mean."""
     start = number * problem.num_ranks
@@ -287,7 +299,7 @@ def _measure(problem, state, number):  # type: ignore[no-untyped-def]
             state.distances[slot, phase] = state.loads[slot, phase] - mean
 
 
-@kernel
+@inner
 def _over(used, max_sizes):  # type: ignore[no-untyped-def]
     """Squared shares of the caps by which a slot is over them."""
     over = 0.0
@@ -296,7 +308,7 @@ def _over(used, max_sizes):  # type: ignore[no-untyped-def]
     return over
 
 
-@kernel
+@inner
 def _time(problem, state):  # type: ignore[no-untyped-def]
     """Time of the step and its move; what is over a cap costs more than any plan within."""
     time = 0.0
@@ -307,7 +319,10 @@ def _time(problem, state):  # type: ignore[no-untyped-def]
             for slot in range(start, start + problem.num_ranks):
                 slowest = max(slowest, state.loads[slot, phase])
             time += slowest
-    max_bytes = state.moves.max()
+    max_bytes = 0.0
+    for way in range(2):
+        for rank in range(problem.num_ranks):
+            max_bytes = max(max_bytes, state.moves[way, rank])
     if max_bytes > ANY_MOVE / 2:
         time += problem.latency_ms + max_bytes / problem.bytes_per_ms
     for slot in range(len(state.used)):

@@ -5,7 +5,8 @@ examples form a batch, not which rank runs it. Links inside a node are fast, so 
 the batches that its own ranks hold much of; what counts is the rank that sends most to other nodes.
 Pure and deterministic: every rank computes it.
 
-In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
+In numba, as plain loops, for assigned slices and methods of arrays take it seconds to compile:
+bisect the target, the tokens that a rank may send. For a target, node after node takes
 the batches that its ranks need, always for the rank that sends most: the smallest example that
 covers what is above the target, else the largest. A full node swaps batches with other
 nodes, or with free ones. What counts there is the excess, the sum over ranks of what they send
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isobatch.balance.dispatching.post_balancing import as_batches
-from isobatch.balance.kernels import kernel
+from isobatch.balance.kernels import copy_into, fill, inner, kernel
 from isobatch.common.types import IntArray
 
 PRECISION = 256
@@ -34,7 +35,9 @@ REACH = 8
 """Exchanges are worth trying up to 1/8 above the target."""
 FREE = -1
 """Node of a batch that has none yet."""
-WIDTH = 8
+ONE, ANY_GAIN = np.int64(1), np.int64(np.iinfo(np.int64).min)
+"""Arguments: for a number that is written in a call numba compiles the function once more."""
+WIDTH = np.int64(8)
 """First swaps after which a second one is tried when no single swap helps."""
 
 
@@ -103,12 +106,10 @@ def place_batches(
     # tokens that each rank holds
     loads = np.diff(np.concatenate([[0], np.cumsum(lengths)])[source_offsets])
     heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
-    # batches that ranks need, then all others, then the ranks inside each node
     placement, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
-    _smallest_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, placement)
-    node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
-    _fill(step, placement, np.repeat(node_of_rank, np.diff(source_offsets)))
-    return np.asarray(_ranks_inside(step, placement), dtype=np.int64)
+    nodes = np.argsort(-heaviest, kind="stable")
+    homes = np.repeat(np.arange(num_ranks) // ranks_per_node, np.diff(source_offsets))
+    return np.asarray(_place_all(step, loads, nodes, homes, draft, placement), dtype=np.int64)
 
 
 def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
@@ -119,12 +120,20 @@ def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
 
 
 @kernel
+def _place_all(step, loads, nodes, homes, draft, placement):  # type: ignore[no-untyped-def]
+    """Rank of each batch: those that ranks need, then all others, then the ranks of each node."""
+    _smallest_target(step, loads, nodes, draft, placement)
+    _fill(step, placement, homes)
+    return _ranks_inside(step, placement)
+
+
+@inner
 def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untyped-def]
     """Bisect the target; sets `best` to the placement of the smallest one that was reached.
 
     Most of its batches may be free. Targets are tried on `draft`, at first in the order `nodes`.
     """
-    low, high = np.int64(0), loads.max()
+    low, high = np.int64(0), loads[_largest(loads)]
     while high - low > high // PRECISION:
         target = (low + high) // 2
         failed = len(nodes)
@@ -132,40 +141,47 @@ def _smallest_target(step, loads, nodes, draft, best):  # type: ignore[no-untype
             if failed > 0:
                 failed = _cover(step, draft, loads, nodes, target)
         if failed < 0:
-            high = draft.sends.max()
-            best.node_of[:], best.members[:] = draft.node_of, draft.members
-            best.taken[:], best.sends[:] = draft.taken, draft.sends
+            high = draft.sends[_largest(draft.sends)]
+            copy_into(best.node_of, draft.node_of)
+            copy_into(best.taken, draft.taken)
+            copy_into(best.sends, draft.sends)
+            for node in range(len(nodes)):
+                copy_into(best.members[node], draft.members[node])
         else:
             low = target + 1
 
 
-@kernel
+@inner
 def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-def]
     """Place batches so that no rank sends more than `target`, node after node of `nodes`.
 
     -1 if that succeeds; else the place in `nodes` of the one that failed, which moves to the front.
     """
-    placement.node_of[:], placement.members[:], placement.taken[:] = FREE, FREE, 0
-    placement.sends[:] = loads
+    fill(placement.node_of, FREE)
+    fill(placement.taken, 0)
+    copy_into(placement.sends, loads)
     swaps = np.int64(MAX_SWAPS)
     # again, if swaps left an earlier node above the target
-    while placement.sends.max() > target:
-        for at, node in enumerate(nodes):
+    while placement.sends[_largest(placement.sends)] > target:
+        for at in range(len(nodes)):
+            node = nodes[at]
             swaps = _serve(step, placement, node, target, swaps)
             if swaps < 0:
-                nodes[1 : at + 1] = nodes[:at].copy()
+                for before in range(at, 0, -1):
+                    nodes[before] = nodes[before - 1]
                 nodes[0] = node
                 return at
     return -1
 
 
-@kernel
+@inner
 def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def]
     """Give a node batches until no rank sends more than `target`; -> swaps left, -1 if stuck."""
     first, sends = _node_sends(placement, node)
     while True:
-        rank = first + sends.argmax()
-        need = sends.max() - target
+        local = _largest(sends)
+        rank = first + local
+        need = sends[local] - target
         if need <= 0:
             return swaps
         example = -1
@@ -180,7 +196,7 @@ def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def
             return -1
 
 
-@kernel
+@inner
 def _smallest_cover(step, placement, rank, need):  # type: ignore[no-untyped-def]
     """Smallest example >= `need` of `rank` in a free batch, else the largest; -1 if no tokens."""
     best, tokens = -1, np.int64(0)
@@ -192,33 +208,36 @@ def _smallest_cover(step, placement, rank, need):  # type: ignore[no-untyped-def
     return best
 
 
-@kernel
-def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
+@inner
+def _fill(step, placement, homes):  # type: ignore[no-untyped-def]
     """Each free batch to the node of its largest example that has a slot, else to any.
 
-    `nodes` are the examples'. Takes from no rank, so `placement.sends` is not updated.
+    `homes` are the examples'. Takes from no rank, so `placement.sends` is not updated.
     """
-    slots = np.full(len(placement.taken), placement.members.shape[1])
-    slots[-1] -= placement.members.size - len(placement.sends)
-    free_slots, any_node = slots - placement.taken, 0
+    num_nodes, any_node = len(placement.taken), 0
+    free_slots = np.empty(num_nodes, np.int64)
+    for node in range(num_nodes):
+        free_slots[node] = len(_node_sends(placement, node)[1]) - placement.taken[node]
     for batch in range(len(placement.node_of)):
         if placement.node_of[batch] >= 0:
             continue
         best, tokens = -1, np.int64(-1)
-        for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
-            node = nodes[example]
+        for at in range(step.batch_starts[batch], step.batch_starts[batch + 1]):
+            example = step.by_batch[at]
+            node = homes[example]
             if step.lengths[example] > tokens and free_slots[node] > 0:
                 best, tokens = node, step.lengths[example]
         if best < 0:
             while free_slots[any_node] == 0:
                 any_node += 1
             best = any_node
-        placement.node_of[batch], placement.members[best, placement.taken[best]] = best, batch
+        placement.node_of[batch] = best
+        placement.members[best, placement.taken[best]] = batch
         placement.taken[best] += 1
         free_slots[best] -= 1
 
 
-@kernel
+@inner
 def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
     """Rank of each batch: per node the (slot, rank) with most tokens first, ties to the lowest."""
     ranks_per_node = placement.members.shape[1]
@@ -227,33 +246,48 @@ def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
     held = np.empty((ranks_per_node, ranks_per_node), np.int64)
     for node in range(len(placement.members)):
         first, sends = _node_sends(placement, node)
-        held[:] = -1
         for slot in range(len(sends)):
-            _shares(step, placement.members[node, slot], first, held[slot, : len(sends)])
+            _shares(step, placement.members[node, slot], first, held[slot])
         for _ in range(len(sends)):
-            best = held.argmax()
-            slot, local = best // ranks_per_node, best % ranks_per_node
-            ranks[placement.members[node, slot]] = first + local
-            held[slot, :], held[:, local] = -1, -1
+            best_slot, best, tokens = 0, 0, np.int64(-1)
+            for slot in range(len(sends)):
+                for local in range(len(sends)):
+                    if held[slot, local] > tokens:
+                        best_slot, best, tokens = slot, local, held[slot, local]
+            ranks[placement.members[node, best_slot]] = first + best
+            for at in range(len(sends)):
+                held[best_slot, at] = -1
+                held[at, best] = -1
     return ranks
 
 
-@kernel
+@inner
 def _node_sends(placement, node):  # type: ignore[no-untyped-def]
     """First rank of a node, and a view of what its ranks send; the last node may be smaller."""
     first = node * placement.members.shape[1]
     return first, placement.sends[first : first + placement.members.shape[1]]
 
 
-@kernel
+@inner
+def _largest(values):  # type: ignore[no-untyped-def]
+    """Position of the first of the largest."""
+    best = 0
+    for at in range(1, len(values)):
+        if values[at] > values[best]:
+            best = at
+    return best
+
+
+@inner
 def _place(step, placement, batch, node, slot):  # type: ignore[no-untyped-def]
     """Give a free batch to a node."""
-    placement.node_of[batch], placement.members[node, slot] = node, batch
+    placement.node_of[batch] = node
+    placement.members[node, slot] = batch
     first, sends = _node_sends(placement, node)
-    _add_shares(step, batch, first, -1, sends)
+    _add_shares(step, batch, first, -ONE, sends)
 
 
-@kernel
+@inner
 def _release(step, placement, batch):  # type: ignore[no-untyped-def]
     """Make a batch free; -> the node and the slot that it had, FREE and 0 if it was."""
     node, slot = placement.node_of[batch], 0
@@ -262,11 +296,11 @@ def _release(step, placement, batch):  # type: ignore[no-untyped-def]
             slot += 1
         placement.node_of[batch] = FREE
         first, sends = _node_sends(placement, node)
-        _add_shares(step, batch, first, 1, sends)
+        _add_shares(step, batch, first, ONE, sends)
     return node, slot
 
 
-@kernel
+@inner
 def _swap(step, placement, out, batch):  # type: ignore[no-untyped-def]
     """Put `batch` in the slot of `out`, and `out` in the slot of `batch` if it had one."""
     node, slot = _release(step, placement, out)
@@ -276,37 +310,50 @@ def _swap(step, placement, out, batch):  # type: ignore[no-untyped-def]
         _place(step, placement, out, other, other_slot)
 
 
-@kernel
+@inner
 def _shares(step, batch, first, held):  # type: ignore[no-untyped-def]
-    """Set `held` to the tokens of `batch` that each of the ranks from `first` on holds."""
-    held[:] = 0
-    _add_shares(step, batch, first, 1, held)
+    """Set `held` to the tokens of `batch` that each of the ranks from `first` on holds.
+
+    0 where there are no more ranks.
+    """
+    fill(held, 0)
+    _add_shares(step, batch, first, ONE, held)
 
 
-@kernel
+@inner
 def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-def]
     """Add to `totals`, `sign` times, the tokens of `batch` on each rank from `first` on."""
-    examples = step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]
-    start, stop = step.offsets[first], step.offsets[first + len(totals)]
+    start = step.offsets[first]
+    stop = step.offsets[min(first + len(totals), len(step.offsets) - 1)]
+    # the batch's first example that is one of theirs
+    at, end = step.batch_starts[batch], step.batch_starts[batch + 1]
+    high = end
+    while at < high:
+        middle = (at + high) // 2
+        if step.by_batch[middle] < start:
+            at = middle + 1
+        else:
+            high = middle
     local = 0
-    for example in examples[np.searchsorted(examples, start) :]:
-        if example >= stop:
-            break
+    while at < end and step.by_batch[at] < stop:
+        example = step.by_batch[at]
         while example >= step.offsets[first + local + 1]:
             local += 1
         totals[local] += sign * step.lengths[example]
+        at += 1
 
 
-@kernel
+@inner
 def _improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
     """Make a swap that lowers the excess and lets `rank` send less, or two swaps; -> found."""
-    min_gains = np.full(WIDTH, np.iinfo(np.int64).min)
-    gains, outs, ins = _best_swaps(step, placement, rank, target, min_gains)
+    gains, outs, ins = _best_swaps(step, placement, rank, target, WIDTH, ANY_GAIN)
     if gains[0] > 0:
         _swap(step, placement, outs[0], ins[0])
         return True
     # a swap that may do harm, then one that makes up for it; else undo the first
-    for at in range((ins >= 0).sum()):
+    for at in range(WIDTH):
+        if ins[at] < 0:
+            break
         nodes = (placement.node_of[outs[at]], placement.node_of[ins[at]])
         _swap(step, placement, outs[at], ins[at])
         for node in nodes:
@@ -316,30 +363,33 @@ def _improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
     return False
 
 
-@kernel
+@inner
 def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def]
     """Make a swap for a rank of `node` that gains more than the last, of `gain`, lost; -> found."""
     first, sends = _node_sends(placement, node)
     for local in range(len(sends)):
         if sends[local] > target:
-            min_gains = np.full(1, -gain)
-            _, outs, ins = _best_swaps(step, placement, first + local, target, min_gains)
+            _, outs, ins = _best_swaps(step, placement, first + local, target, ONE, -gain)
             if ins[0] >= 0:
                 _swap(step, placement, outs[0], ins[0])
                 return True
     return False
 
 
-@kernel
-def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untyped-def]
-    """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, outs, ins).
+@inner
+def _best_swaps(step, placement, rank, target, number, min_gain):  # type: ignore[no-untyped-def]
+    """Best swaps that let `rank` send less and gain more than `min_gain`; -> (gains, outs, ins).
 
     A swap's gain, maybe negative, is by how much it lowers the excess over `target` of both nodes.
-    As many as `gains` is long, best first: batches given and taken, -1 where there are fewer.
+    So many as `number`, best first: batches given and taken, -1 where there are fewer.
     """
     ranks_per_node = placement.members.shape[1]
     node, local = rank // ranks_per_node, rank % ranks_per_node
-    outs, ins = np.full(len(gains), -1), np.full(len(gains), -1)
+    gains, outs = np.empty(number, np.int64), np.empty(number, np.int64)
+    ins = np.empty(number, np.int64)
+    fill(gains, min_gain)
+    fill(outs, -1)
+    fill(ins, -1)
     first, sends = _node_sends(placement, node)
     # what each rank of the node holds of the node's batches
     held = np.empty((placement.taken[node], len(sends)), np.int64)  # (slot, rank in node)
@@ -349,7 +399,8 @@ def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untype
     leaving, returned = np.empty(ranks_per_node, np.int64), np.empty(ranks_per_node, np.int64)
     seen = np.zeros(len(placement.node_of), np.bool_)
     # batches of which `rank` holds something, for each of the node's own
-    for batch in step.batches[step.offsets[rank] : step.offsets[rank + 1]]:
+    for example in range(step.offsets[rank], step.offsets[rank + 1]):
+        batch = step.batches[example]
         other = placement.node_of[batch]
         if other == node or seen[batch]:
             continue
@@ -363,15 +414,15 @@ def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untype
             # the other node rarely gains anything: last, because it is expensive
             if gain > gains[-1] and other >= 0:
                 other_first, other_sends = _node_sends(placement, other)
-                _shares(step, batch, other_first, leaving[: len(other_sends)])
-                _shares(step, out, other_first, returned[: len(other_sends)])
+                _shares(step, batch, other_first, leaving)
+                _shares(step, out, other_first, returned)
                 gain += _gain(other_sends, leaving, returned, target)
             if gain > gains[-1]:
                 _insert((gains, outs, ins), gain, out, batch)
     return gains, outs, ins
 
 
-@kernel
+@inner
 def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
     """Put a swap at its place among the best, after equal ones; the last drops out."""
     gains, outs, ins = best
@@ -382,7 +433,7 @@ def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
     gains[at], outs[at], ins[at] = gain, out, batch
 
 
-@kernel
+@inner
 def _gain(sends, received, sent, target):  # type: ignore[no-untyped-def]
     """By how much a node's excess over `target` falls when its ranks give and take these tokens."""
     gain = np.int64(0)

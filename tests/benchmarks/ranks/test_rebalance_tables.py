@@ -9,7 +9,6 @@ import rebalance
 import rollouts
 
 from isobatch.balance.dispatching.rollouts import assign_rollouts
-from support import child_env
 
 
 def test_waits_of_rollouts_are_those_of_the_plan(capfd):
@@ -29,9 +28,8 @@ def test_waits_of_rollouts_are_those_of_the_plan(capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_table_of_moved_samples_has_fewer_waits_and_equal_gradients(capfd, monkeypatch):
-    for name, value in child_env(OMP_NUM_THREADS="1").items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["rebalance.py"])
     rebalance.main(["--ranks", "2", "--steps", "2", "--samples", "4"])
     printed = capfd.readouterr().out
