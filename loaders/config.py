@@ -19,7 +19,7 @@ from isobatch.loaders.metrics import Write, check_tool
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
-from isobatch.loaders.sample_choice import SampleChoice, SampleFilter, Split
+from isobatch.loaders.sample_choice import SampleFilter, Split
 from isobatch.loaders.steps.mixing_schedule import WeightSchedule
 from isobatch.loaders.steps.mixture import Added
 from isobatch.loaders.steps.steps import Remainder, StepConfig
@@ -272,15 +272,6 @@ class LoaderConfig:
                 raise ConfigError(f"process_group has no rank {dist.get_rank()}; give this rank's")
             return rank, dist.get_world_size(group)
         return 0, 1
-
-    def sample_choice(self) -> SampleChoice:
-        """The part that says which samples are used."""
-        return SampleChoice(
-            split=self.split,
-            validation_fraction=self.validation_fraction,
-            filter=self.filter,
-            limit=self.limit,
-        )
 
     def peers(self) -> Sequence[int]:
         """Ranks of torch.distributed that must plan the same steps; none if nobody compares."""

@@ -118,7 +118,13 @@ class StreamingLoader(StepStream):
             totals = [build.manifest.values["totals"] for build in builds]
             self._rejected = sum(int(total.get("num_rejected", 0)) for total in totals)
             weights = [weight for _, weight in datasets]
-            chosen = choose_samples(builds, config.sample_choice())
+            chosen = choose_samples(
+                builds,
+                split=config.split,
+                validation_fraction=config.validation_fraction,
+                filter=config.filter,
+                limit=config.limit,
+            )
             source = self._source = _step_source(builds, datasets, chosen, config)
             hashes = ", ".join(build.manifest.hash[:12] for build in builds)
             self._told = {"the build's manifest": hashes, "weights": repr(weights)}
