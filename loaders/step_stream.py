@@ -20,8 +20,9 @@ from isobatch.loaders.metrics import MetricsLogger, MetricsWindow
 from isobatch.loaders.prefetch import Prefetcher
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.store import Awaited
+from isobatch.loaders.read.reader import SelectionReader
 from isobatch.loaders.stats import LoaderStats, Meter
-from isobatch.loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
+from isobatch.loaders.step_builder import StepBatches, StepBuilder, plans_ahead
 from isobatch.loaders.steps.step_plan import StepPlan
 from isobatch.loaders.steps.steps import Steps
 from isobatch.models.presets import ModelPreset
