@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from isobatch.common.errors import ConfigError, first_line
+from isobatch.counting.columns import named_columns
 from isobatch.counting.record_counter import RecordCounter
 from isobatch.counting.records.reading import Reading
 from isobatch.loaders.config import LoaderConfig
@@ -22,7 +23,6 @@ from isobatch.loaders.online._packer import (
     column_texts,
     demo_tokenizer,
     places_of,
-    renaming_of,
     text_tokenizer,
 )
 from isobatch.loaders.online.config import PackingConfig
@@ -71,7 +71,7 @@ def open_counter(
         reading=reading,
         columns=column_texts(options.columns),
         # records of places have our names
-        renaming=renaming_of(options.columns) if places is None else None,
+        renaming=named_columns((options.columns or {}).items()) if places is None else None,
         places=None if places is None else places_of(places),
         **{name: getattr(options, name) for name in names},
     )

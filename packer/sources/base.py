@@ -160,18 +160,14 @@ class Source(ABC):
 class WrappedSource(Source):
     """Another source, whose records are changed where they are counted."""
 
-    def __init__(self, source: Source) -> None:
-        """What is wrong with the source has been said."""
-        self._source = source
+    def __init__(self, source: Source, wrapped: Callable[[Chunk], Chunk]) -> None:
+        """What is wrong with the source has been said; `wrapped` gives chunks of its changed."""
+        self._source, self._wrapped = source, wrapped
         super().__init__(source.located, source.name, source.data_root)
-
-    @abstractmethod
-    def wrapped(self, chunk: Chunk) -> Chunk:
-        """A chunk of the source, whose records come changed."""
 
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The chunks of the source, wrapped."""
-        return map(self.wrapped, self._source.chunks(num_records, on_bytes))
+        return map(self._wrapped, self._source.chunks(num_records, on_bytes))
 
     def files(self) -> list[FileInfo]:
         """Files of the source."""
@@ -182,8 +178,9 @@ class WrappedSource(Source):
         return self._source.describe()
 
     def columns(self) -> set[str]:
-        """Columns of the source."""
-        return self._source.columns()
+        """Columns of the source, by our names and by their own."""
+        names, renames = self._source.columns(), self.located.columns
+        return names if renames is None else names | {renames.ours(name) for name in names}
 
     def unread_columns(self) -> dict[str, str]:
         """Unread columns of the source."""

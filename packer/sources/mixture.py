@@ -9,8 +9,8 @@ from typing import Any
 from isobatch.common.config import build_config, config_root, preset_names, read_toml
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.plain_values import parse_json, read_text
+from isobatch.counting.columns import named_columns
 from isobatch.counting.records.fields import Unread, example_of, is_empty
-from isobatch.packer.sources.columns import named_columns
 from isobatch.packer.sources.hub import parse_hub_id
 from isobatch.packer.sources.trainers.energon import expanded, read_yaml
 from isobatch.packer.sources.trainers.sampling import parse_sampling
