@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from isobatch.common.visible_text import visible_line
-from isobatch.loaders.batch.make_batch import make_batch
+from isobatch.loaders.batch.collate import make_batch
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.decode import pixels
