@@ -5,7 +5,7 @@ without these groups, and the old ones deleted. Other shards stay as they are.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -286,7 +286,7 @@ class _Change:
         counts, rejected = self._write_tables(work / "staging" / "tables")
         part = BuildPart(
             in_row_groups=False,
-            open=lambda _: _folder(work / "staging" / "tables"),
+            open=lambda _: nullcontext(work / "staging" / "tables"),
             rows=lambda _: iter(rows),
             row_files=(),
             figures=figures,
@@ -337,11 +337,6 @@ class _Change:
             for source, paths in known.items()
             if source not in self._names.sources
         }
-
-
-@contextmanager
-def _folder(path: Path) -> Iterator[Path]:
-    yield path
 
 
 def _numbered(table: pa.Table, shard: int) -> pa.Table:

@@ -26,6 +26,8 @@ from isobatch.shards.local_folder import FileInfo
 
 FIRST_RECORDS = 1000
 """Records that are looked at for the columns of a dataset."""
+FIRST_ROWS = 20
+"""Rows that are looked at for values of columns that nothing reads."""
 CHUNK_BYTES = 64 << 20
 """Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
 OnBytes = Callable[[int], None]

@@ -24,10 +24,11 @@ from PIL import Image
 
 from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
 from isobatch.common.types import IntArray
-from isobatch.counting.headers.content_kind import kind_of_content
+from isobatch.counting.headers.content_kind import HEAD_BYTES, kind_of_content
 from isobatch.counting.records.media import FILE_KEYS, Media
 from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
 from isobatch.packer.sources.base import (
+    FIRST_ROWS,
     Located,
     OnBytes,
     Source,
@@ -52,9 +53,6 @@ HASHES = hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}
 """Hashes that are checked; those of xxhash are reported."""
 MAX_REREADS = 8
 """Times that a compressed shard is unpacked at most, each time for some of its samples."""
-FIRST_ROWS = 20
-"""Rows that are looked at for values of columns that nothing reads."""
-HEAD_BYTES = 192
 _UINT = np.dtype("<u4")
 _FILES = {"jpeg": "jpg", "png": "png", "bytes": "", "pil": "png"}
 """Encoding of one file -> suffix of its name."""
