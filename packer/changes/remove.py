@@ -147,10 +147,7 @@ class _Change:
     # --- shards ---
 
     def _plan(self) -> Iterator[tuple[Groups, int | None]]:
-        """Groups of each shard to write, and the torn shard that it replaces, if it is one.
-
-        First torn shards without their torn groups, then what is packed again.
-        """
+        """Groups of each shard to write, and the torn shard that it replaces; those come first."""
         stays = ~self._is_torn
         for shard in self._torn_shards.tolist():
             first, last = self._borders[shard : shard + 2]

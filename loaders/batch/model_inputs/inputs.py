@@ -298,10 +298,7 @@ def _with_blanks(batch: MicroBatch, config: Any, family: ModelFamily) -> MicroBa
 
 
 def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int) -> MicroBatch:
-    """`batch`, which has no images, followed by a sample of nothing but the image.
-
-    Its pixels are not zeros: Idefics3 takes such images for padding.
-    """
+    """`batch` and a sample of one image; not of zeros, which Idefics3 takes for padding."""
     grid = batch.image_grid_thw
     batch = with_blank_sample(batch, BLANK_SAMPLE_ID, blank.tokens, image_token_id)
     return replace(

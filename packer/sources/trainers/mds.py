@@ -364,10 +364,7 @@ def _files(encoding: str, place: _Place) -> list[Media]:
 
 
 def _png(data: bytes) -> bytes:
-    """An image of raw pixels as PNG, without loss.
-
-    ValueError for a mode that PNG has not, and for another number of pixels than it says.
-    """
+    """An image of raw pixels as PNG; ValueError for a mode that PNG has not, or a wrong size."""
     if len(data) < 12:
         raise ValueError(f"pil: {len(data)} bytes are too few for a size and a mode")
     width, height, length = np.frombuffer(data[:12], _UINT).tolist()
