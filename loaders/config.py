@@ -316,7 +316,6 @@ class LoaderConfig:
             micro_batches=self.micro_batches_per_step,
             seed=self.seed,
             remainder=remainder or ("pad" if self.shuffle else "split"),
-            balance=self.balance,
             loss_normalizer=self.loss_normalizer,
             loss_weights=self.loss_weights,
         )

@@ -44,7 +44,6 @@ class StepConfig:
     """Micro-batches per step and rank."""
     seed: int
     remainder: Remainder
-    balance: float
     loss_normalizer: LossNormalizer = "epoch"
     loss_weights: LossWeights = "token"
 
