@@ -141,7 +141,8 @@ def with_blank_media(
     """
     config = config_of(model)
     batch = as_own_rule(batch, config)
-    family = _family_of(config, batch)
+    is_own = batch.processed is None
+    family = _family_of(config) if is_own else processed_family(batch, config)
     _check_media(batch, config, family)
     if always_encode:
         batch = _with_blanks(batch, config, family)
@@ -278,7 +279,7 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
 
 def blank_media_tokens(config: Any) -> list[int]:
     """LLM tokens of each blank sample that a micro-batch may get, at most."""
-    family = _family_of_type(config)
+    family = _family_of(config)
     has_images = getattr(config, "image_token_id", None) is not None
     tokens = [family.blank(config).tokens] if has_images else [1]
     return [*tokens, *[1] * (family.blank_clip is not None)]
@@ -417,13 +418,8 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat(parts)
 
 
-def _family_of(config: Any, batch: MicroBatch) -> ModelFamily:
-    """The family of a model with transformers' `config`; ConfigError for another model."""
-    return _family_of_type(config) if batch.processed is None else processed_family(batch, config)
-
-
-def _family_of_type(config: Any) -> ModelFamily:
-    """The family by the config alone, of micro-batches that no processor made."""
+def _family_of(config: Any) -> ModelFamily:
+    """The family of transformers' `config`, without a processor; ConfigError if unknown."""
     name = getattr(config, "model_type", None)
     vision = getattr(getattr(config, "vision_config", None), "model_type", None)
     if (name, vision) == ("llava", "pixtral"):  # the first Pixtral is a LLaVA
