@@ -125,7 +125,7 @@ class DatasetsSource(Source):
         what = "image folders"
         self._prefix = prefix_under(located.folder, data_root, what) if self._together else ""
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, streamed here: only the builder finds where one ends."""
         pieces = list(self.pieces())
         for group in [pieces] if self._together else [[piece] for piece in pieces]:

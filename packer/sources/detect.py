@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isobatch.common.errors import ConfigError, DataError, first_line
-from isobatch.packer.sources.base import Located, Source, WrappedSource
+from isobatch.packer.sources.base import Located, Source
 from isobatch.packer.sources.build_source import PackedBuildSource, locate_build
 from isobatch.packer.sources.columns import RenamedChunk
 from isobatch.packer.sources.datasets_source import DatasetsSource, find_files
@@ -309,9 +309,11 @@ def open_located(located: Located, name: str, data_root: str) -> Source:
     kinds["build"] = PackedBuildSource
     source = kinds.get(located.layout, DatasetsSource)(located, name, data_root)
     if located.columns is not None:
-        source = WrappedSource(source, partial(RenamedChunk, columns=located.columns))
+        source.changes.append(partial(RenamedChunk, columns=located.columns))
     aux = dict(located.options).get("aux")
-    return source if aux is None else WrappedSource(source, partial(AuxChunk, places=aux))
+    if aux is not None:
+        source.changes.append(partial(AuxChunk, places=aux))
+    return source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,7 @@ class TarSource(Source):
         super().__init__(located, name, data_root)
         self._prefix = prefix_under(located.folder, data_root, "tars")
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         options = dict(self.located.options)
         borders = self._borders(options)

@@ -457,7 +457,7 @@ class MdsSource(Source):
         self._prefix = prefix_under(located.folder, data_root, "shards")
         self._shards: Sequence[MdsShard] = dict(located.options)["shards"]
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Ranges of samples; nothing is read here but the index."""
         for shard in self._shards:
             step = num_records
