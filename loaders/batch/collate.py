@@ -1,4 +1,4 @@
-"""Stored samples to tensors: `make_batch`, in any thread or process, makes a `MicroBatch`.
+"""Stored samples to tensors: `make_batch` makes a `MicroBatch`, in any process.
 
 For the loader. Image, video and audio tokens in `input_ids` were counted at build, and a file that
 changed since would no longer fill them. So each image's size and each clip's length is checked.
