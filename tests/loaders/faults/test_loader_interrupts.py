@@ -115,7 +115,7 @@ def test_ctrl_c_during_a_stall_ends_all_at_once(s3, url, tmp_path, monkeypatch, 
             assert time.monotonic() - interrupted < LET_GO_S
             _, said = child.communicate(timeout=INTERPRETER_S)
             assert child.returncode == -signal.SIGINT
-            # one traceback, also where the interrupt came while an error was handled, as in exists()
+            # one traceback, also where the interrupt came while an error was handled (exists())
             assert said.count("Traceback") - said.count("During handling of the above") == 1
             assert said.splitlines()[-1] == "KeyboardInterrupt"
             while left := members(
