@@ -1,4 +1,4 @@
-"""`SampleReader`: reads what a micro-batch is made of as one `StoredGroup`, of builds.
+"""`SampleReader`: reads what a micro-batch is made of as one `StoredGroup`.
 
 A whole group is returned as it was read, views into the mapped shard. Samples out of several groups
 are cut out and joined: tokens are copied, images are not. Safe to call from many threads.

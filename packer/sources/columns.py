@@ -1,4 +1,4 @@
-"""Columns of a dataset under our names, as it is read: `parse_columns`, `RenamedChunk`."""
+"""Columns of files by our names: `parse_columns`, `RenamedChunk`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
