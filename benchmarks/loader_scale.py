@@ -258,7 +258,6 @@ def steps(builds: Sequence[Build], options: argparse.Namespace) -> Steps:
         micro_batches=options.micro_batches,
         seed=0,
         remainder="pad",
-        balance=DEFAULT_BALANCE,
     )
     return Steps(source_of(builds), config)
 

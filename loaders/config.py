@@ -19,7 +19,7 @@ from isobatch.loaders.metrics import Write, check_tool
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.mesh import mesh_ranks
 from isobatch.loaders.read.build import StorageOptions
-from isobatch.loaders.sample_choice import SampleChoice, SampleFilter, Split
+from isobatch.loaders.sample_choice import SampleFilter, Split
 from isobatch.loaders.steps.mixing_schedule import WeightSchedule
 from isobatch.loaders.steps.mixture import Added
 from isobatch.loaders.steps.steps import Remainder, StepConfig
@@ -273,15 +273,6 @@ class LoaderConfig:
             return rank, dist.get_world_size(group)
         return 0, 1
 
-    def sample_choice(self) -> SampleChoice:
-        """The part that says which samples are used."""
-        return SampleChoice(
-            split=self.split,
-            validation_fraction=self.validation_fraction,
-            filter=self.filter,
-            limit=self.limit,
-        )
-
     def peers(self) -> Sequence[int]:
         """Ranks of torch.distributed that must plan the same steps; none if nobody compares."""
         if not (self.check_ranks and dist.is_available() and dist.is_initialized()):
@@ -325,7 +316,6 @@ class LoaderConfig:
             micro_batches=self.micro_batches_per_step,
             seed=self.seed,
             remainder=remainder or ("pad" if self.shuffle else "split"),
-            balance=self.balance,
             loss_normalizer=self.loss_normalizer,
             loss_weights=self.loss_weights,
         )

@@ -23,7 +23,6 @@ from isobatch.common.types import BoolArray
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig, LoaderOptions, tell_wrong_options
 from isobatch.loaders.prefetch import Prefetcher
-from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.read.build import Build, open_builds
 from isobatch.loaders.read.reader import SampleReader
 from isobatch.loaders.sample_choice import choose_samples
@@ -74,22 +73,11 @@ class StreamingLoader(StepStream):
         except ConfigError as error:
             tell_wrong_options(error, options, config if is_config else None)
             raise
-        rank, size = config.ranks()
-        # fixed now: worker processes, which get a copy, are not in torch.distributed's group
-        alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._url = url
-        self._config = replace(alone, dp_rank=rank, dp_world_size=size)
-        self._is_first = config.is_first()
         self.num_dropped_samples = 0
-        peers = config.peers()
-        self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
-        try:
+        with self._opening(config, "build"):
             self._open()
-        except Exception as error:
-            if self._checks is not None:
-                self._checks.tell(f"cannot open its build: {first_line(error)}")
-            raise
-        self._told |= {"dp_rank": str(rank)} | config.shared()
+        rank, size = config.ranks()
         if rank == 0 and size > 1 and config.balance:
             shape = size, config.micro_batches_per_step
             if line := self._source.waiting_line(shape):
@@ -118,7 +106,13 @@ class StreamingLoader(StepStream):
             totals = [build.manifest.values["totals"] for build in builds]
             self._rejected = sum(int(total.get("num_rejected", 0)) for total in totals)
             weights = [weight for _, weight in datasets]
-            chosen = choose_samples(builds, config.sample_choice())
+            chosen = choose_samples(
+                builds,
+                split=config.split,
+                validation_fraction=config.validation_fraction,
+                filter=config.filter,
+                limit=config.limit,
+            )
             source = self._source = _step_source(builds, datasets, chosen, config)
             hashes = ", ".join(build.manifest.hash[:12] for build in builds)
             self._told = {"the build's manifest": hashes, "weights": repr(weights)}

@@ -105,9 +105,7 @@ class _Slot(Generic[Subject, Result]):
 
     @property
     def is_due(self) -> bool:
-        """Whether all results are there, or an error and all before it, whichever came first; or
-        whether it is quick.
-        """
+        """Whether all results are there, or an error and all before it; or whether it is quick."""
         if self.task.is_quick:
             return True
         first_error = min(self.errors, default=len(self.task.parts))

@@ -5,27 +5,16 @@ so does a build that was made again: a validation sample stays one, in whatever 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import BoolArray
-from isobatch.loaders.steps.build_groups import PlannedBuild
+from isobatch.loaders.read.build import Build
 
 Split = Literal["train", "validation"]
-
-
-class ListedBuild(PlannedBuild, Protocol):
-    """A build whose samples can be told apart."""
-
-    def sample_values(self, name: str) -> NDArray[Any]:
-        """A column of counts.parquet for all samples, in stored order."""
-
-    def id_hashes(self) -> NDArray[np.uint64]:
-        """XXH3 (64 bits) of each sample's id, in stored order."""
 
 
 class SampleColumns(dict[str, NDArray[Any]]):
@@ -35,7 +24,7 @@ class SampleColumns(dict[str, NDArray[Any]]):
     ConfigError names the columns there are.
     """
 
-    def __init__(self, build: ListedBuild) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
         self._build = build
 
@@ -48,57 +37,49 @@ SampleFilter = Callable[[SampleColumns], NDArray[Any]]
 """Columns of a build's samples -> which samples to keep, bool, shape (num_samples,)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleChoice:
-    """Options of a loader; the split is made first, and the limit last."""
-
-    split: Split | None = None
-    validation_fraction: float = 0.01
-    filter: SampleFilter | None = None
-    limit: int | None = None
-
-    @property
-    def is_all(self) -> bool:
-        """Whether no sample is left out."""
-        return self.split is None and self.filter is None and self.limit is None
-
-
-def choose_samples(builds: Sequence[ListedBuild], choice: SampleChoice) -> list[BoolArray] | None:
+def choose_samples(
+    builds: Sequence[Build],
+    *,
+    split: Split | None,
+    validation_fraction: float,
+    filter: SampleFilter | None,
+    limit: int | None,
+) -> list[BoolArray] | None:
     """For each build, whether each sample is chosen, in stored order; None if all are.
 
-    ConfigError if none is, or if the filter gives something else than a mask.
+    The split is made first, and the limit last. ConfigError if no sample is chosen, or if the
+    filter gives something else than a mask.
     """
-    if choice.is_all:
+    if split is None and filter is None and limit is None:
         return None
-    chosen = [_chosen(build, choice) for build in builds]
-    if choice.limit is not None:
-        chosen = _limit(builds, chosen, choice.limit)
+    chosen = []
+    for build in builds:
+        mask = np.ones(int(build.samples.offsets[-1]), bool)
+        if split is not None:
+            is_validation = build.id_hashes() < validation_fraction * 2.0**64
+            mask &= is_validation == (split == "validation")
+        if filter is not None:
+            mask &= _filtered(build, filter, len(mask))
+        chosen.append(mask)
+    if limit is not None:
+        chosen = _limit(builds, chosen, limit)
     if not any(mask.any() for mask in chosen):
         total = sum(map(len, chosen))
         raise ConfigError(f"split, filter and limit leave none of {total} samples; change them")
     return chosen
 
 
-def _chosen(build: ListedBuild, choice: SampleChoice) -> BoolArray:
-    """The samples of a build that split and filter leave."""
-    chosen = np.ones(int(build.samples.offsets[-1]), bool)
-    if choice.split is not None:
-        is_validation = build.id_hashes() < choice.validation_fraction * 2.0**64
-        chosen &= is_validation == (choice.split == "validation")
-    if choice.filter is not None:
-        mask = np.asarray(choice.filter(SampleColumns(build)))
-        if mask.dtype != np.bool_ or mask.shape != chosen.shape:
-            raise ConfigError(
-                f"filter gave {mask.dtype} of shape {mask.shape} for {build.manifest.place}; return"
-                f" a bool for each of its {len(chosen)} samples"
-            )
-        chosen &= mask
-    return chosen
+def _filtered(build: Build, filter: SampleFilter, num_samples: int) -> BoolArray:
+    mask = np.asarray(filter(SampleColumns(build)))
+    if mask.dtype != np.bool_ or mask.shape != (num_samples,):
+        raise ConfigError(
+            f"filter gave {mask.dtype} of shape {mask.shape} for {build.manifest.place}; return"
+            f" a bool for each of its {num_samples} samples"
+        )
+    return mask
 
 
-def _limit(
-    builds: Sequence[ListedBuild], chosen: Sequence[BoolArray], limit: int
-) -> list[BoolArray]:
+def _limit(builds: Sequence[Build], chosen: Sequence[BoolArray], limit: int) -> list[BoolArray]:
     """The `limit` samples of the smallest hashes, over all builds: drawn, and always the same."""
     candidates = np.flatnonzero(np.concatenate(chosen))
     hashes = np.concatenate([build.id_hashes() for build in builds])[candidates]

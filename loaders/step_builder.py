@@ -9,27 +9,25 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from isobatch.common.visible_text import visible_line
-from isobatch.loaders.batch.make_batch import make_batch
+from isobatch.loaders.batch.collate import make_batch
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.decode import pixels
 from isobatch.loaders.prefetch import PrefetchTask
-from isobatch.loaders.read.reader import only_media, stored_bytes, without_media
+from isobatch.loaders.read.reader import SelectionReader, only_media, stored_bytes, without_media
 from isobatch.loaders.stats import Meter
-from isobatch.loaders.steps.selection import Selection, StoredSample
+from isobatch.loaders.steps.selection import Selection
 from isobatch.loaders.steps.step_plan import StepPlan
 from isobatch.loaders.steps.steps import Steps
 from isobatch.loaders.transforms import SampleSeeds
 from isobatch.models.image_rules import NativeSizeRule
 from isobatch.models.presets import ModelPreset
-from isobatch.shards.stored_group import StoredGroup
 
 AHEAD_BYTES = 64 << 20
 """Bytes requested and not yet taken, at least one step: 16 requests of 4 MB."""
@@ -55,48 +53,6 @@ class StepBatches(list[MicroBatch]):
     ) -> None:
         super().__init__(batches)
         self.encoders, self.note = encoders, note
-
-
-class SelectionReader(Protocol):
-    """Reads what micro-batches are made of; as `loaders.read.reader.SampleReader` says."""
-
-    is_remote: bool
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of pixels, if that is more than the model's rule says."""
-
-    @property
-    def has_videos(self) -> bool:
-        """Whether some of the images are videos, as far as is known."""
-
-    @property
-    def cache_hits(self) -> int:
-        """Reads from a cache on disk."""
-
-    def prefetch(self, selections: Sequence[Selection]) -> None:
-        """Say what will be read next, in about this order."""
-
-    def remote_bytes(self, selections: Sequence[Selection]) -> int:
-        """Bytes that are in a store."""
-
-    def is_quick(self, selections: Sequence[Selection]) -> bool:
-        """Whether `read` of all takes some microseconds."""
-
-    def read(self, selection: Selection) -> StoredGroup:
-        """The samples of a selection, in its order."""
-
-    def stored_samples(self, selection: Selection) -> list[StoredSample]:
-        """Place in the builds of each sample of a selection, in its order."""
-
-    def release(self, selection: Selection) -> None:
-        """Say that what was read is out of use."""
-
-    def cancel(self) -> None:
-        """End the reads that are under way; later ones work again."""
-
-    def close(self) -> None:
-        """Release files and connections."""
 
 
 def plans_ahead(steps: Steps, reader: SelectionReader) -> Iterator[StepPlan]:

@@ -6,7 +6,9 @@ A loader opens its data and leaves here what it needs: `_steps`, a reader, a bui
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -20,8 +22,9 @@ from isobatch.loaders.metrics import MetricsLogger, MetricsWindow
 from isobatch.loaders.prefetch import Prefetcher
 from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.store import Awaited
+from isobatch.loaders.read.reader import SelectionReader
 from isobatch.loaders.stats import LoaderStats, Meter
-from isobatch.loaders.step_builder import SelectionReader, StepBatches, StepBuilder, plans_ahead
+from isobatch.loaders.step_builder import StepBatches, StepBuilder, plans_ahead
 from isobatch.loaders.steps.step_plan import StepPlan
 from isobatch.loaders.steps.steps import Steps
 from isobatch.models.presets import ModelPreset
@@ -69,6 +72,24 @@ class StepStream:
     _logger: MetricsLogger | None = None
     _resumes: bool
     """Whether the next iterator begins where a state says, also in an evaluation."""
+
+    @contextmanager
+    def _opening(self, config: LoaderConfig, what: str) -> Iterator[Sequence[int]]:
+        """The ranks to agree with, for what opens `what`; they hear of it if that fails."""
+        rank, size = config.ranks()
+        # fixed now: worker processes, which get a copy, are not in torch.distributed's group
+        alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
+        self._config = replace(alone, dp_rank=rank, dp_world_size=size)
+        self._is_first = config.is_first()
+        peers = config.peers()
+        self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
+        try:
+            yield peers
+        except Exception as error:
+            if self._checks is not None:
+                self._checks.tell(f"cannot open its {what}: {first_line(error)}")
+            raise
+        self._told |= {"dp_rank": str(rank)} | config.shared()
 
     @property
     def config(self) -> LoaderConfig:

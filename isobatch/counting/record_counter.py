@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from isobatch.common.types import COUNT_COLUMNS, BoolArray, IntArray
+from isobatch.counting.columns import Columns
 from isobatch.counting.pack_block import CountedBlock, PackOptions, pack_block
 from isobatch.counting.records.fields import NeverRead, never_read
 from isobatch.counting.records.reading import DEFAULT_READING, Reading
@@ -104,17 +105,6 @@ class BrokenRecord:
     """What is known of it."""
 
 
-class Renaming(Protocol):
-    """How a dataset names what the schemas read."""
-
-    @property
-    def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Their name and ours of each column."""
-
-    def apply(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The record with our names."""
-
-
 class _BlobsInMemory:
     """The blobs of several `CountedRecords`, by name."""
 
@@ -143,7 +133,7 @@ class RecordCounter:
         template_date: str | None = None,
         data_root: str | None = None,
         keep_columns: tuple[str, ...] = (),
-        renaming: Renaming | None = None,
+        renaming: Columns | None = None,
         columns: tuple[str, ...] = (),
         places: RecordPlaces | None = None,
         reading: Reading = DEFAULT_READING,

@@ -1,4 +1,4 @@
-"""Stored samples to tensors: `collate` makes a `MicroBatch`.
+"""Stored samples to tensors: `make_batch` makes a `MicroBatch`, in any process.
 
 For the loader. Image, video and audio tokens in `input_ids` were counted at build, and a file that
 changed since would no longer fill them. So each image's size and each clip's length is checked.
@@ -6,6 +6,7 @@ changed since would no longer fill them. So each image's size and each clip's le
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isobatch.balance.loss_weights import LossWeights, sample_weights
-from isobatch.common.errors import ConfigError, DataError
+from isobatch.common.errors import ConfigError, DataError, IsobatchError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch._vision import EncodedFields, ProcessedFields, VisionFields
 from isobatch.loaders.batch.broken_files import BrokenFiles
@@ -24,11 +25,36 @@ from isobatch.loaders.config import AudioForm, LoaderConfig
 from isobatch.loaders.decode.audio import decode_audio
 from isobatch.loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from isobatch.loaders.steps.step_plan import StepTotals
-from isobatch.loaders.transforms import SampleSeeds
+from isobatch.loaders.transforms import SampleSeeds, transform_batch
 from isobatch.models.audio_tokens import AudioRule, plan_clip
 from isobatch.models.image_rules import ProcessorRule
 from isobatch.models.presets import ModelPreset
 from isobatch.shards.stored_group import MissingFile, StoredGroup
+
+
+def make_batch(
+    model: ModelPreset,
+    config: LoaderConfig,
+    raw: StoredGroup,
+    totals: StepTotals,
+    seeds: SampleSeeds,
+    are_padded: bool = False,
+) -> MicroBatch:
+    """The micro-batch of a group; `seeds` name its samples. Errors as of `collate`.
+
+    `are_padded`: whether it is planned to be padded.
+    """
+    batch = collate(raw, model, config, totals, seeds)
+    if len(batch.sample_ids) != len(seeds.samples):  # skipped ones are in it, without labels
+        raise IsobatchError(
+            f"a micro-batch of {len(seeds.samples)} samples has {len(batch.sample_ids)}: that is "
+            "an error of Isobatch's; please report it"
+        )
+    builds = tuple(build for build, *_ in seeds.samples)
+    batch = replace(batch, is_padded=are_padded, sample_builds=builds)
+    if config.batch_transform is not None:
+        batch = transform_batch(config.batch_transform, batch, raw.where, seeds)
+    return batch
 
 
 def collate(

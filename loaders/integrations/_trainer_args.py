@@ -124,10 +124,7 @@ def _why_never(trainer: Any) -> str:
 
 
 def _may_read_logits(trainer: Any, mixin: type) -> bool:
-    """Whether something of the user's, or of another trainer's, may take all of a model's logits.
-
-    A class with a `compute_loss` may, whatever it does there.
-    """
+    """Whether something of the user's, or of another trainer's, may take all logits of a model."""
     names = "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"
     functions = [name for name in names if getattr(trainer, name, None) is not None]
     others = [kind for kind in type(trainer).__mro__ if kind not in (mixin, Trainer)]

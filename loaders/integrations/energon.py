@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from megatron.energon import (
     Cooker,
     DefaultTaskEncoder,
@@ -24,7 +23,6 @@ from megatron.energon import (
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
-from isobatch.balance.loss_weights import sample_weights
 from isobatch.common.errors import ConfigError, DamagedShard, IsobatchError, first_line
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.common.visible_text import visible_line
@@ -33,7 +31,8 @@ from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.batch.model_inputs.inputs import config_of, model_inputs
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.integrations.energon_dataset import BalancedGroups
-from isobatch.loaders.read.build import Build, open_builds
+from isobatch.loaders.read.build import open_builds
+from isobatch.loaders.steps.build_groups import StoredGroups
 from isobatch.loaders.steps.step_plan import StepTotals
 from isobatch.shards.stored_group import DECODE_ERRORS, StoredGroup
 from isobatch.shards.tar_shards import decode_members
@@ -102,7 +101,10 @@ class PackedTaskEncoder(DefaultTaskEncoder):  # type: ignore[misc]
                         f"{build.manifest.place} was packed with --format {shard_format}; pack it "
                         "with --format energon"
                     )
-            self._group_weight = _mean_weight(opened, self._config)
+            groups = [StoredGroups(build) for build in opened]
+            weight = sum(table.label_weights(self._config.loss_weights) for table in groups)
+            self._group_weight = weight / max(1, sum(map(len, groups)))
+            """Weights of the labels of a mean group of all builds."""
             self._model = opened[0].manifest.model
         finally:
             for build in opened:
@@ -187,16 +189,3 @@ def _decoded(members: Mapping[str, Any], where: str) -> StoredGroup:
     except DECODE_ERRORS as error:
         advice = "run `packer verify`"
         raise DamagedShard(f"{where}: not readable ({first_line(error)}); {advice}") from None
-
-
-def _mean_weight(builds: Sequence[Build], config: LoaderConfig) -> float:
-    """Weights of the labels of a mean group of all builds."""
-    weights, num_groups = 0.0, 0
-    for build in builds:
-        num_groups += build.manifest.num_groups
-        if config.loss_weights == "token":
-            weights += float(build.manifest.values["totals"]["num_loss_tokens"])
-        else:
-            labels = build.sample_values("num_loss_tokens")
-            weights += float(np.sum(sample_weights(labels, config.loss_weights)))
-    return weights / max(1, num_groups)

@@ -23,8 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
-from isobatch.loaders.batch.model_inputs._registry import FAMILIES
-from isobatch.loaders.batch.model_inputs.inputs import model_inputs
+from isobatch.loaders.batch.model_inputs.inputs import FAMILIES, model_inputs
 from isobatch.loaders.batch.model_inputs.labelled_logits import Logits
 from isobatch.loaders.integrations._trainer_args import (
     check_arguments,

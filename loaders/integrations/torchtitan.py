@@ -298,11 +298,5 @@ def _mrope(row: PackedBatch) -> Tensor:
     assert row.mrope_positions is not None
     if row.cu_seqlens[-1] - row.cu_seqlens[-2] == 1:
         return row.mrope_positions.T
-    filling = _is_filling(row)
-    text = torch.arange(len(filling)) - int((~filling).sum())
-    return torch.where(filling, text, row.mrope_positions).T
-
-
-def _is_filling(row: PackedBatch) -> Tensor:
-    """Whether a place is after the last sample's tokens; samples are not padded themselves."""
-    return ~row.is_token
+    text = torch.arange(len(row.is_token)) - int(row.is_token.sum())
+    return torch.where(row.is_token, row.mrope_positions, text).T

@@ -13,8 +13,9 @@ from typing import Any, cast
 import numpy as np
 
 from isobatch.common.errors import ConfigError, first_line
+from isobatch.counting.columns import named_columns
 from isobatch.counting.record_counter import RecordCounter
-from isobatch.counting.records.reading import Reading
+from isobatch.counting.records.reading import READING_OPTIONS, Reading
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._encode_counter import EncodedCounter
 from isobatch.loaders.online._packer import (
@@ -22,7 +23,6 @@ from isobatch.loaders.online._packer import (
     column_texts,
     demo_tokenizer,
     places_of,
-    renaming_of,
     text_tokenizer,
 )
 from isobatch.loaders.online.config import PackingConfig
@@ -37,8 +37,6 @@ IDENTITY_RECORDS = 8
 """Records that are counted when a loader opens, to tell its dataset from others."""
 _OF_IMAGES = ("images", "image_transform", "pixel_dtype", "exact_resize", "reduced_decode")
 """Options that the decoding of images has."""
-_OF_READING = ("choices", "answers", "unknown_marks")
-"""Options of reading records, which `encode=` does itself."""
 _NO_LENGTH = 1 << 30
 """`model_max_length` from which on a tokenizer of transformers says none."""
 
@@ -64,14 +62,16 @@ def open_counter(
     kind: Any = RecordCounter
     if options.encode is not None:
         kind = partial(EncodedCounter, encode=options.encode, cache_key=options.cache_key)
-    reading = Reading(**{name: getattr(options, name) for name in _OF_READING}, seed=config.seed)
+    reading = Reading(
+        **{name: getattr(options, name) for name in READING_OPTIONS}, seed=config.seed
+    )
     names = ("chat_template", "template_date", "data_root", "keep_columns")
     kind = partial(
         kind,
         reading=reading,
         columns=column_texts(options.columns),
         # records of places have our names
-        renaming=renaming_of(options.columns) if places is None else None,
+        renaming=named_columns((options.columns or {}).items()) if places is None else None,
         places=None if places is None else places_of(places),
         **{name: getattr(options, name) for name in names},
     )
@@ -117,7 +117,9 @@ def _check(options: PackingConfig, config: LoaderConfig) -> None:
     wrong = [name for name in names if getattr(options, name) is not None]
     if has_encode:
         default = Reading()
-        wrong += [name for name in _OF_READING if getattr(options, name) != getattr(default, name)]
+        wrong += [
+            name for name in READING_OPTIONS if getattr(options, name) != getattr(default, name)
+        ]
     if is_alone:
         usual = LoaderConfig()
         wrong += [name for name in _OF_IMAGES if getattr(config, name) != getattr(usual, name)]

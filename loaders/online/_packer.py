@@ -28,18 +28,15 @@ from isobatch.packer.config import DEMO_MODEL, BuildConfig
 from isobatch.packer.count.record_table import RecordTable, read_records
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 from isobatch.packer.progress import StageProgress
-from isobatch.packer.sources.columns import Columns, named_columns
 from isobatch.shards.folders import is_uri
 from isobatch.shards.manifest import is_complete
 
 __all__ = [
     "RecordTable",
     "column_texts",
-    "columns_of_records",
     "demo_tokenizer",
     "find_records",
     "places_of",
-    "renaming_of",
     "require_place",
     "save_build",
     "text_tokenizer",
@@ -83,11 +80,6 @@ def places_of(table: RecordTable) -> RecordPlaces:
     )
 
 
-def renaming_of(columns: Mapping[str, str] | None) -> Columns | None:
-    """How records in memory are renamed, as `packer build --columns` says."""
-    return named_columns((columns or {}).items())
-
-
 def find_records(place: str, packing: PackingConfig, seed: int, *, shows: bool) -> RecordTable:
     """The records of what `packer build --dataset` takes, indexed; `shows` progress."""
     # a function of the user's may read any column
@@ -100,12 +92,6 @@ def find_records(place: str, packing: PackingConfig, seed: int, *, shows: bool) 
 def column_texts(columns: Mapping[str, str] | None) -> tuple[str, ...]:
     """As `packer build --columns` takes them."""
     return tuple(f"{ours}={theirs}" for ours, theirs in (columns or {}).items())
-
-
-def columns_of_records(columns: Mapping[str, str]) -> frozenset[str]:
-    """Their columns that `columns` names; keys of turns are none of them."""
-    named = named_columns(columns.items())
-    return frozenset() if named is None else named.theirs
 
 
 def write_page(

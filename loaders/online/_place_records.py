@@ -11,10 +11,11 @@ from torch.utils.data import IterableDataset
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import IntArray
+from isobatch.counting.columns import named_columns
 from isobatch.counting.record_counter import BrokenRecord
 from isobatch.counting.records.record import RawRecord
 from isobatch.loaders.config import LoaderConfig
-from isobatch.loaders.online._packer import RecordTable, columns_of_records, find_records
+from isobatch.loaders.online._packer import RecordTable, find_records
 from isobatch.loaders.online.config import PackingConfig
 from isobatch.loaders.online.per_rank.streams import (
     ShuffledPart,
@@ -101,9 +102,10 @@ def require_columns(records: Records, columns: Mapping[str, str] | None) -> None
 
     Of a stream nobody knows before it is read.
     """
-    if not columns or records.places is not None or isinstance(records, StreamRecords):
+    named = named_columns((columns or {}).items())
+    if named is None or records.places is not None or isinstance(records, StreamRecords):
         return
-    keys, missing = set[str](), columns_of_records(columns)
+    keys, missing = set[str](), named.theirs
     for start in range(0, min(len(records), FIRST_RECORDS), CHECKED_TOGETHER):
         rows = np.arange(start, min(start + CHECKED_TOGETHER, len(records)))
         for value in records.take(rows):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,18 +42,8 @@ from isobatch.models.presets import ModelPreset
 
 TOLD_S = 10.0
 """Seconds after which the first window says how far it is, and then again."""
-
-
-class Measure(Protocol):
-    """Counts records of the dataset."""
-
-    def __call__(
-        self, samples: IntArray, admit: Callable[[IntArray], IntArray]
-    ) -> Iterator[CountedRecords]:
-        """The records, counted some at a time, in order; keeps what reading them will need.
-
-        `admit` is called before some are read, and gives those that there are.
-        """
+Measure = Callable[[IntArray, Callable[[IntArray], IntArray]], Iterator[CountedRecords]]
+"""(samples, admit) -> their records, counted some at a time, in order (`RecordReader.measure`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

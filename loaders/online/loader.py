@@ -32,7 +32,6 @@ from isobatch.loaders.online.processes.pool import WorkerPool, require_processes
 from isobatch.loaders.online.processes.worker import WorkerSetup
 from isobatch.loaders.online.reader import KEPT_BYTES, RecordReader
 from isobatch.loaders.online.records import Records
-from isobatch.loaders.ranks.compare import RankChecks
 from isobatch.loaders.ranks.exchange import RankExchange
 from isobatch.loaders.ranks.store import Awaited
 from isobatch.loaders.stats import Meter
@@ -77,21 +76,10 @@ class BalancedLoader(StepStream):
             if len(peers := tell_wrong_options(error, loading)) > 1:
                 RankExchange(peers, 1.0)  # ranks count those that each has made
             raise
-        rank, size = config.ranks()
-        peers = config.peers()
-        alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
-        self._config = replace(alone, dp_rank=rank, dp_world_size=size)
-        self._is_first = config.is_first()
-        self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
-        exchange = RankExchange(peers, config.rank_timeout_s) if len(peers) > 1 else None
-        self._awaited = exchange or Awaited()
-        try:
+        with self._opening(config, "dataset") as peers:
+            exchange = RankExchange(peers, config.rank_timeout_s) if len(peers) > 1 else None
+            self._awaited = exchange or Awaited()
             self._begin(dataset, exchange)
-        except Exception as error:
-            if self._checks is not None:
-                self._checks.tell(f"cannot open its dataset: {first_line(error)}")
-            raise
-        self._told |= {"dp_rank": str(rank)} | config.shared()
 
     def _begin(self, dataset: Any, exchange: RankExchange | None) -> None:
         """The beginning of the first epoch."""

@@ -7,7 +7,7 @@ again, so only the rank that trains on a sample reads its files.
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from isobatch.counting.record_counter import CountedRecords, RecordCounter, Reje
 from isobatch.loaders.online.lengths import SampleLengths
 from isobatch.loaders.online.processes.pool import WorkerPool
 from isobatch.loaders.online.records import Records
-from isobatch.loaders.read.reader import with_extras
+from isobatch.loaders.read.reader import SelectionReader, with_extras
 from isobatch.loaders.steps.selection import Selection, StoredSample
 from isobatch.shards.stored_group import StoredGroup
 
@@ -26,13 +26,8 @@ KEPT_BYTES = 256 << 20
 """Memory for records that this rank has counted, and may train on."""
 
 
-class RecordReader:
+class RecordReader(SelectionReader):
     """Counts records, and gives those of a micro-batch with their files."""
-
-    is_remote = False
-    has_videos = False
-    """Whether this rank has measured one."""
-    cache_hits = 0
 
     def __init__(
         self,
@@ -139,20 +134,6 @@ class RecordReader:
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
         """Where each sample of a selection is stored: by its index alone."""
         return [(0, part.group, 0) for part in selection if part.group not in self._lost]
-
-    def is_quick(self, selections: Sequence[Selection]) -> bool:
-        """Never: records are read and counted."""
-        return False
-
-    def remote_bytes(self, selections: Sequence[Selection]) -> int:
-        """None that is known."""
-        return 0
-
-    def prefetch(self, selections: Sequence[Selection]) -> None:
-        """Nothing."""
-
-    def release(self, selection: Selection) -> None:
-        """Nothing: kept records go when others come."""
 
     def cancel(self) -> None:
         """End reads that no worker has begun; others do not wait for long."""

@@ -154,7 +154,7 @@ class Cache:
 
 def write_at(descriptor: int, content: memoryview, at: int) -> None:
     """Write all of `content` at a place of a file."""
-    while content:
+    while content:  # of a call at most 2 GB
         written = os.pwrite(descriptor, content, at)
         content, at = content[written:], at + written
 

@@ -28,10 +28,55 @@ MEDIA = {
 """Encoder -> fields of `StoredGroup`: its files, the sample of each file, and their numbers."""
 
 
-class SampleReader:
-    """Reads the selections of steps."""
+class SelectionReader:
+    """Reads what micro-batches are made of; where nothing else is said, from no store."""
 
-    row_bytes = 0
+    is_remote = False
+    """Whether some of it is in a store, so that it matters what is asked for ahead."""
+    has_videos = False
+    """Whether some of the images are videos, as far as is known."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of pixels, if that is more than the model's rule says."""
+        return 0
+
+    @property
+    def cache_hits(self) -> int:
+        """Reads from a cache on disk."""
+        return 0
+
+    def prefetch(self, selections: Sequence[Selection]) -> None:
+        """Say what will be read next, in about this order."""
+
+    def remote_bytes(self, selections: Sequence[Selection]) -> int:
+        """Bytes that are in a store."""
+        return 0
+
+    def is_quick(self, selections: Sequence[Selection]) -> bool:
+        """Whether `read` of all takes some microseconds."""
+        return False
+
+    def read(self, selection: Selection) -> StoredGroup:
+        """The samples of a selection, in its order."""
+        raise NotImplementedError
+
+    def stored_samples(self, selection: Selection) -> list[StoredSample]:
+        """Place in the builds of each sample of a selection, in its order."""
+        raise NotImplementedError
+
+    def release(self, selection: Selection) -> None:
+        """Say that what was read is out of use, and need not count as this process's memory."""
+
+    def cancel(self) -> None:
+        """End the reads that are under way; later ones work again."""
+
+    def close(self) -> None:
+        """Release files and connections."""
+
+
+class SampleReader(SelectionReader):
+    """Reads the selections of steps."""
 
     def __init__(self, builds: Sequence[Build], cached_bytes: int = CACHED_BYTES) -> None:
         self._builds, self._cached_bytes = builds, cached_bytes
@@ -39,7 +84,6 @@ class SampleReader:
         self._cached: OrderedDict[tuple[int, int], StoredGroup] = OrderedDict()
         self._held_bytes = 0
         self.is_remote = any(build.shards.is_remote for build in builds)
-        """Whether some of it is in a store, so that it matters what is asked for ahead."""
         self.has_videos = any(build.manifest.has_videos for build in builds)
         self._extras = tuple({name: None for build in builds for name in build.manifest.extras})
 

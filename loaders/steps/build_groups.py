@@ -435,10 +435,7 @@ def _loads(build: PlannedBuild) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 
 def _padded_column(build: PlannedBuild, name: str) -> NDArray[np.integer[Any]]:
-    """A column of `Counts` or ATTENTION of all samples.
-
-    Padding (`Limits.pad_each_to`) is counted as text.
-    """
+    """A column of `Counts` or ATTENTION of all samples; padding is counted as text."""
     if name == ATTENTION:
         return FlopsModel.of(build.manifest.model).attention(_loads(build)[1].astype(np.int64))
     table, multiple = build.samples, build.manifest.limits.pad_each_to

@@ -118,6 +118,13 @@ def cut_borders(borders: IntArray, begun: int, ranks: int, before: int = 0) -> I
     return np.flatnonzero(is_border)
 
 
+def dealt(groups: IntArray, dp: int, micro_batches: int) -> IntArray:
+    """A step of neighbours, one after the other to ranks: (dp, micro_batches), filled up by -1."""
+    step = np.full(dp * micro_batches, -1, np.int64)
+    step[: len(groups)] = groups
+    return step.reshape(micro_batches, dp).T
+
+
 class StoredOrder:
     """Groups one after the other, dealt to ranks in turn. Its state is the samples taken."""
 
@@ -143,10 +150,7 @@ class StoredOrder:
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where there are none left."""
-        step = np.full(dp * micro_batches, -1, np.int64)
-        taken = self.take(len(step))
-        step[: len(taken)] = taken
-        return step.reshape(micro_batches, dp).T
+        return dealt(self.take(dp * micro_batches), dp, micro_batches)
 
     def state(self) -> dict[str, Any]:
         """What `StoredSource.begin` takes, plain JSON, to continue exactly here."""

@@ -17,7 +17,7 @@ from isobatch.balance.order.step_order import (
 )
 from isobatch.common.errors import IsobatchError
 from isobatch.common.types import Groups, IntArray, Limits
-from isobatch.loaders.steps.in_order import cut_groups
+from isobatch.loaders.steps.in_order import cut_groups, dealt
 from isobatch.loaders.steps.source import GroupSource, GroupTable
 from isobatch.loaders.steps.window_groups import (
     Lengths,
@@ -199,13 +199,8 @@ class WindowOrder:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count, settings = dp * micro_batches, self._run.settings
         balance = settings.balance
-        if (
-            self._run.owners is not None or not settings.shuffle
-        ):  # neighbours to ranks, one after the other
-            step = np.full(count, -1, np.int64)
-            taken = self.take(count)
-            step[: len(taken)] = taken
-            return step.reshape(micro_batches, dp).T
+        if self._run.owners is not None or not settings.shuffle:
+            return dealt(self.take(count), dp, micro_batches)
         width = 1 / (1 - balance)
         # some to choose from, however large a step is
         self._fill(int(count * min(width, LEAST_WIDTH)))

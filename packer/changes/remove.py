@@ -5,7 +5,7 @@ without these groups, and the old ones deleted. Other shards stay as they are.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -147,10 +147,7 @@ class _Change:
     # --- shards ---
 
     def _plan(self) -> Iterator[tuple[Groups, int | None]]:
-        """Groups of each shard to write, and the torn shard that it replaces, if it is one.
-
-        First torn shards without their torn groups, then what is packed again.
-        """
+        """Groups of each shard to write, and the torn shard that it replaces; those come first."""
         stays = ~self._is_torn
         for shard in self._torn_shards.tolist():
             first, last = self._borders[shard : shard + 2]
@@ -286,7 +283,7 @@ class _Change:
         counts, rejected = self._write_tables(work / "staging" / "tables")
         part = BuildPart(
             in_row_groups=False,
-            open=lambda _: _folder(work / "staging" / "tables"),
+            open=lambda _: nullcontext(work / "staging" / "tables"),
             rows=lambda _: iter(rows),
             row_files=(),
             figures=figures,
@@ -337,11 +334,6 @@ class _Change:
             for source, paths in known.items()
             if source not in self._names.sources
         }
-
-
-@contextmanager
-def _folder(path: Path) -> Iterator[Path]:
-    yield path
 
 
 def _numbered(table: pa.Table, shard: int) -> pa.Table:

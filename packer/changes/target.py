@@ -52,16 +52,15 @@ _UNSAID = ("format_version", "content_hash")
 class Target:
     """A build at a folder or URI, to be changed by this process or by several."""
 
-    def __init__(
-        self, place: str, *, work_dir: str | None = None, shared: str | None = None
-    ) -> None:
-        """`shared`: what all have in common that work on the same change; None: only one does."""
+    shared: str | None = None
+    """What all have in common that work on the same change; None: only one does."""
+
+    def __init__(self, place: str, *, work_dir: str | None = None) -> None:
         self.publisher = Publisher(place, work_dir) if is_uri(place) else None
         self.place = self.publisher.uri if self.publisher else place
         self.folder = self.publisher.folder if self.publisher else Path(place)
         """Folder of this machine where tables and manifest are made."""
         self.staging = self.folder / "staging"
-        self.shared = shared
 
     @contextmanager
     def locked(self) -> Iterator[None]:

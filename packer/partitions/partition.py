@@ -498,7 +498,11 @@ def no_values(missing: list[str], dataset: Dataset) -> ConfigError:
 
 def columns_of(dataset: Dataset) -> set[str]:
     """Columns that the first records of any part have."""
-    return {name for part in dataset.parts for name in part.open().columns()}
+    names = set[str]()
+    for part in dataset.parts:
+        own, columns = part.open().columns(), part.located.columns
+        names |= own if columns is None else own | {columns.ours(name) for name in own}
+    return names
 
 
 def shard_entry(part: Path) -> dict[str, Any]:

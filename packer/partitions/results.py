@@ -47,11 +47,8 @@ class Results:
 
     def read(self, number: int) -> PackedPartition | None:
         """The figures of a partition; None if nobody has finished it."""
-        try:
-            content = open_folder(self.out, follow_links=True).read(self._name(number))
-        except FileNotFoundError:
-            return None
-        return PackedPartition.from_json(content.decode())
+        text = self.read_text(f"{number:05d}/{FIGURES_NAME}")
+        return None if text is None else PackedPartition.from_json(text)
 
     def read_counted(self, number: int) -> CountedPartition | None:
         """What was counted of a partition; None if nobody has yet."""

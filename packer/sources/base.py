@@ -5,7 +5,6 @@ wherever the chunk is counted. Layouts whose records only a parser finds (JSON, 
 records in the chunk; others a file name and a range. The helpers below are what layouts share.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +25,8 @@ from isobatch.shards.local_folder import FileInfo
 
 FIRST_RECORDS = 1000
 """Records that are looked at for the columns of a dataset."""
+FIRST_ROWS = 20
+"""Rows that are looked at for values of columns that nothing reads."""
 CHUNK_BYTES = 64 << 20
 """Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
 OnBytes = Callable[[int], None]
@@ -86,7 +87,7 @@ class Located:
         return replace(self, options=tuple(options))
 
 
-class Source(ABC):
+class Source:
     """One raw dataset in one layout."""
 
     def __init__(self, located: Located, name: str, data_root: str) -> None:
@@ -95,6 +96,8 @@ class Source(ABC):
         self.name = name
         self.data_root = data_root
         self.folder = open_folder(located.folder, follow_links=True)
+        self.changes: list[Callable[[Chunk], Chunk]] = []
+        """What becomes of chunks where their records are counted, in this order."""
 
     def files(self) -> list[FileInfo]:
         """The files with the records, in order: they identify the data."""
@@ -142,7 +145,7 @@ class Source(ABC):
         return {key for value in values if isinstance(value, Mapping) for key in value}
 
     def _first_records(self) -> Iterator[RawRecord]:
-        chunks = self.chunks(FIRST_RECORDS, lambda _: None)
+        chunks = self.raw_chunks(FIRST_RECORDS, lambda _: None)
         return islice((record for chunk in chunks for record in chunk.records()), FIRST_RECORDS)
 
     def unread_columns(self) -> dict[str, str]:
@@ -152,54 +155,16 @@ class Source(ABC):
         """
         return {}
 
-    @abstractmethod
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
-        """The records in chunks of about `num_records`."""
+        """The records in chunks of about `num_records`, with the changes."""
+        chunks = self.raw_chunks(num_records, on_bytes)
+        for change in self.changes:
+            chunks = map(change, chunks)
+        return chunks
 
-
-class WrappedSource(Source):
-    """Another source, whose records are changed where they are counted."""
-
-    def __init__(self, source: Source) -> None:
-        """What is wrong with the source has been said."""
-        self._source = source
-        super().__init__(source.located, source.name, source.data_root)
-
-    @abstractmethod
-    def wrapped(self, chunk: Chunk) -> Chunk:
-        """A chunk of the source, whose records come changed."""
-
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
-        """The chunks of the source, wrapped."""
-        return map(self.wrapped, self._source.chunks(num_records, on_bytes))
-
-    def files(self) -> list[FileInfo]:
-        """Files of the source."""
-        return self._source.files()
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Descriptions by the source."""
-        return self._source.describe()
-
-    def columns(self) -> set[str]:
-        """Columns of the source."""
-        return self._source.columns()
-
-    def unread_columns(self) -> dict[str, str]:
-        """Unread columns of the source."""
-        return self._source.unread_columns()
-
-    def cut(self, num_bytes: int) -> list[FilePiece] | None:
-        """Pieces of the source."""
-        return self._source.cut(num_bytes)
-
-    def aligned(self, piece: FilePiece) -> FilePiece:
-        """The source's piece between records."""
-        return self._source.aligned(piece)
-
-    def bytes_per_record(self) -> float:
-        """Bytes of the source's records."""
-        return self._source.bytes_per_record()
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+        """The same without them."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

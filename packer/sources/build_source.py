@@ -201,7 +201,7 @@ class PackedBuildSource(Source):
         """Columns of the raw data that the build kept."""
         return {"id", *self._stored.extras}
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Groups of about `num_records` samples; only the index is read here."""
         manifest = read_manifest(self.located.folder)
         names = ("shard", "offset", "length", "checksum", "num_samples")

@@ -16,10 +16,11 @@ from rich.table import Table
 from isobatch.common.config import preset_names
 from isobatch.common.consoles import foreign
 from isobatch.common.errors import ConfigError, DataError, first_line
+from isobatch.counting.columns import Columns, named_columns
 from isobatch.models.folder.files import quiet_hub
 from isobatch.models.presets import DatasetPreset, load_dataset
 from isobatch.packer.sources.base import Located, has_file
-from isobatch.packer.sources.columns import Columns, named_columns, require_columns
+from isobatch.packer.sources.columns import require_columns
 from isobatch.packer.sources.detect import Part, locate, open_located
 from isobatch.packer.sources.hub import parse_hub_id
 from isobatch.packer.sources.mixture import (

@@ -16,6 +16,7 @@ from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.common.visible_text import shown
 from isobatch.counting.records.record import Chunk, RawRecord
 from isobatch.packer.sources.base import (
+    FIRST_ROWS,
     FilePiece,
     Located,
     OnBytes,
@@ -27,8 +28,6 @@ from isobatch.packer.sources.base import (
 )
 from isobatch.shards.folders import join
 
-FIRST_ROWS = 20
-"""Rows that are looked at for values of columns that nothing reads."""
 README_NAME, CARD_NAME = "README.md", ".huggingface.yaml"
 """Files of a dataset in which `datasets` looks for its description."""
 _FILES_KEYS = ("data_files", "data_dir")
@@ -126,7 +125,7 @@ class DatasetsSource(Source):
         what = "image folders"
         self._prefix = prefix_under(located.folder, data_root, what) if self._together else ""
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, streamed here: only the builder finds where one ends."""
         pieces = list(self.pieces())
         for group in [pieces] if self._together else [[piece] for piece in pieces]:

@@ -4,19 +4,20 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isobatch.common.errors import ConfigError, DataError, first_line
 from isobatch.packer.sources.base import Located, Source
 from isobatch.packer.sources.build_source import PackedBuildSource, locate_build
-from isobatch.packer.sources.columns import RenamedSource
+from isobatch.packer.sources.columns import RenamedChunk
 from isobatch.packer.sources.datasets_source import DatasetsSource, find_files
 from isobatch.packer.sources.hub import fetch_files, parse_hub_id
 from isobatch.packer.sources.json_source import AnnotationSource
 from isobatch.packer.sources.table_source import TableSource
 from isobatch.packer.sources.tar_source import TarSource
-from isobatch.packer.sources.trainers.auxiliary import AuxSource
+from isobatch.packer.sources.trainers.auxiliary import AuxChunk
 from isobatch.packer.sources.trainers.energon import is_energon, locate_energon
 from isobatch.packer.sources.trainers.llama_factory import (
     INFO_NAME,
@@ -308,9 +309,11 @@ def open_located(located: Located, name: str, data_root: str) -> Source:
     kinds["build"] = PackedBuildSource
     source = kinds.get(located.layout, DatasetsSource)(located, name, data_root)
     if located.columns is not None:
-        source = RenamedSource(source, located.columns)
+        source.changes.append(partial(RenamedChunk, columns=located.columns))
     aux = dict(located.options).get("aux")
-    return source if aux is None else AuxSource(source, aux)
+    if aux is not None:
+        source.changes.append(partial(AuxChunk, places=aux))
+    return source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

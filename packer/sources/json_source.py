@@ -53,7 +53,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 class AnnotationSource(Source):
     """Records of JSON files."""
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
         options = dict(self.located.options)
         sampling: Sampling | None = options.get("sampling")

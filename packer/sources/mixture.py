@@ -9,8 +9,9 @@ from typing import Any
 from isobatch.common.config import build_config, config_root, preset_names, read_toml
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.common.plain_values import parse_json, read_text
+from isobatch.counting.columns import named_columns
 from isobatch.counting.records.fields import Unread, example_of, is_empty
-from isobatch.packer.sources.columns import named_columns
+from isobatch.packer.sources.base import require_known
 from isobatch.packer.sources.hub import parse_hub_id
 from isobatch.packer.sources.trainers.energon import expanded, read_yaml
 from isobatch.packer.sources.trainers.sampling import parse_sampling
@@ -202,9 +203,7 @@ def read_onevision(place: str) -> Mixture:
     names: list[str] = []
     for number, entry in enumerate(entries, 1):
         where = f"{path}, dataset {number}"
-        if unknown := [str(key) for key in entry if key not in ("json_path", "sampling_strategy")]:
-            known = "json_path, sampling_strategy"
-            raise ConfigError(f"{where}: unknown key {unknown[0]}; known: {known}")
+        require_known(entry, {"json_path", "sampling_strategy"}, where)
         for file in expanded([entry.get("json_path")], where):
             names.append(Path(file).name.partition(".")[0])
             times = names.count(names[-1])

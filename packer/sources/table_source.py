@@ -174,7 +174,7 @@ class TableChunk:
 class TableSource(Source):
     """Records of Parquet files, or of the Arrow streams of a `datasets.save_to_disk` folder."""
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Ranges of rows; only footers and headers are read here, except for very large blocks."""
         for piece in self.pieces():
             if self._is_streamed:

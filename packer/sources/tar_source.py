@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from isobatch.common.errors import DataError
-from isobatch.counting.headers.content_kind import kind_of_content
+from isobatch.counting.headers.content_kind import HEAD_BYTES, kind_of_content
 from isobatch.counting.records.media import Media
 from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
 from isobatch.counting.records.schemas import RECORD_KEYS
@@ -66,8 +66,6 @@ DATA_SUFFIXES = frozenset(
 """Numbers, which might begin like some media file by chance."""
 MASKS = frozenset({"seg", "mask", "depth", "normal", "edge"})
 """Names of images (`KEY.seg.png`) that say something of the sample's image: not pictures to see."""
-HEAD_BYTES = 192
-"""First bytes that are enough for all kinds, transport streams included."""
 FIRST_SAMPLES = 200
 """Samples of the first tar that say how large a sample is."""
 MOST_TEXT_BYTES = 64 << 20
@@ -155,7 +153,7 @@ class TarSource(Source):
         super().__init__(located, name, data_root)
         self._prefix = prefix_under(located.folder, data_root, "tars")
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         options = dict(self.located.options)
         borders = self._borders(options)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders import StreamingLoader
-from isobatch.loaders.batch import make_batch
+from isobatch.loaders.batch import collate as collating
 from isobatch.loaders.read.build import StorageOptions
 from support import TESTS
 from support.builds.sample_tables import write_tabled
@@ -261,14 +261,14 @@ class Passes(IterableDataset):
 def test_steps_that_only_make_views_are_made_by_the_consumer(
     builds, monkeypatch, format, options, expected
 ):
-    makers, plain = [], make_batch.collate
+    makers, plain = [], collating.collate
 
     def collate(*given):
         is_own = threading.current_thread() is threading.main_thread()
         makers.append("consumer" if is_own else threading.current_thread().name[:8])
         return plain(*given)
 
-    monkeypatch.setattr(make_batch, "collate", collate)
+    monkeypatch.setattr(collating, "collate", collate)
     storage = StorageOptions(verify=options.pop("verify", "first"))
     loader = load(builds[format], workers=2, storage=storage, **options)
     contents, found = [], []

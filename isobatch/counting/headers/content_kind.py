@@ -9,8 +9,8 @@ from typing import Literal
 
 ContentKind = Literal["image", "video", "audio"]
 
-HEAD_BYTES = 64
-"""First bytes of a file that are enough for all kinds but MPEG transport streams."""
+HEAD_BYTES = 192
+"""First bytes that are enough for all kinds, transport streams included."""
 
 _IMAGE_STARTS = (
     b"\xff\xd8\xff",  # JPEG, also as .jfif, .jpe

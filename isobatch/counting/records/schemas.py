@@ -98,21 +98,14 @@ RECORD_KEYS: frozenset[str] = frozenset(
 """Every key that is read: the columns worth reading of a table."""
 
 
-def parse_record(
-    record: RawRecord, source: str, reading: Reading = DEFAULT_READING
-) -> RawSample | Rejected:
-    """The sample in a record of the dataset `source`, unless it names another `source` itself.
-
-    Its id is in `id` or `__key__`; without either, it is the record's place. Of several samples
-    (`Reading.answers`) it is the first.
-    """
-    return parse_records(record, source, reading)[0]
-
-
 def parse_records(
     record: RawRecord, source: str, reading: Reading = DEFAULT_READING
 ) -> list[RawSample | Rejected]:
-    """The samples in a record: one, or with `Reading.answers` "all" one for each answer."""
+    """The samples in a record: one, or with `Reading.answers` "all" one for each answer.
+
+    They are of the dataset `source`, unless the record names another itself. Ids are in `id` or
+    `__key__`; without either, an id is the record's place.
+    """
     sample_id = id_of(record.value, f"{source}:{record.position}")
     source = _text(record.value, "source") or source
     try:

@@ -34,9 +34,8 @@ def pixel_arguments(*fields: str) -> Callable[[MicroBatch, Any], Arguments]:
     return lambda batch, config: {name: getattr(batch, name) for name in names}
 
 
-def pixels_alone(batch: MicroBatch, config: Any) -> Arguments:
-    """`pixel_values` as they are, and nothing else."""
-    return {"pixel_values": batch.pixel_values}
+pixels_alone = pixel_arguments()
+"""`pixel_values` as they are, and nothing else."""
 
 
 def as_it_is(batch: MicroBatch, config: Any) -> MicroBatch:

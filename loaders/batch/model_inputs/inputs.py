@@ -20,8 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from isobatch.common.errors import ConfigError
 from isobatch.common.types import LABEL_IGNORE
 from isobatch.loaders.batch.micro_batch import MicroBatch
-from isobatch.loaders.batch.model_inputs._processed_family import as_own_rule
-from isobatch.loaders.batch.model_inputs._registry import family_of, family_of_type
+from isobatch.loaders.batch.model_inputs._gemma_families import GEMMA_FAMILIES
+from isobatch.loaders.batch.model_inputs._native_families import NATIVE_FAMILIES
+from isobatch.loaders.batch.model_inputs._patch_families import PATCH_FAMILIES
+from isobatch.loaders.batch.model_inputs._processed_family import as_own_rule, processed_family
 from isobatch.loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
@@ -36,6 +38,8 @@ from isobatch.loaders.batch.model_inputs.labelled_logits import (
     labelled_positions,
 )
 
+FAMILIES: dict[Any, ModelFamily] = {**PATCH_FAMILIES, **NATIVE_FAMILIES, **GEMMA_FAMILIES}
+"""`model_type` -> what is particular about its inputs."""
 BLANK_SAMPLE_ID = "(blank image)"
 BLANK_CLIP_ID = "(blank clip)"
 BORDERS_FOR_ENCODERS = (5, 9), (5, 18)
@@ -137,7 +141,8 @@ def with_blank_media(
     """
     config = config_of(model)
     batch = as_own_rule(batch, config)
-    family = family_of(config, batch)
+    is_own = batch.processed is None
+    family = _family_of(config) if is_own else processed_family(batch, config)
     _check_media(batch, config, family)
     if always_encode:
         batch = _with_blanks(batch, config, family)
@@ -274,7 +279,7 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
 
 def blank_media_tokens(config: Any) -> list[int]:
     """LLM tokens of each blank sample that a micro-batch may get, at most."""
-    family = family_of_type(config)
+    family = _family_of(config)
     has_images = getattr(config, "image_token_id", None) is not None
     tokens = [family.blank(config).tokens] if has_images else [1]
     return [*tokens, *[1] * (family.blank_clip is not None)]
@@ -294,10 +299,7 @@ def _with_blanks(batch: MicroBatch, config: Any, family: ModelFamily) -> MicroBa
 
 
 def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int) -> MicroBatch:
-    """`batch`, which has no images, followed by a sample of nothing but the image.
-
-    Its pixels are not zeros: Idefics3 takes such images for padding.
-    """
+    """`batch` and a sample of one image; not of zeros, which Idefics3 takes for padding."""
     grid = batch.image_grid_thw
     batch = with_blank_sample(batch, BLANK_SAMPLE_ID, blank.tokens, image_token_id)
     return replace(
@@ -414,3 +416,16 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
     return torch.cat(parts)
+
+
+def _family_of(config: Any) -> ModelFamily:
+    """The family of transformers' `config`, without a processor; ConfigError if unknown."""
+    name = getattr(config, "model_type", None)
+    vision = getattr(getattr(config, "vision_config", None), "model_type", None)
+    if (name, vision) == ("llava", "pixtral"):  # the first Pixtral is a LLaVA
+        name = "pixtral"
+    family = FAMILIES.get(name)
+    if family is None:
+        name = name or type(config).__name__
+        raise ConfigError(f"model type {name!r}: give a config of {', '.join(FAMILIES)}")
+    return family

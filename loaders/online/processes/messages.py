@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isobatch.loaders.read.cache import write_at
+
 INLINE_BYTES = 1 << 17
 """Size from which a message is mapped memory: below that a pipe is as fast."""
 SEPARATE_BYTES = 1 << 12
@@ -72,7 +74,7 @@ def send(connection: Connection, parcel: Parcel) -> None:
     descriptor = _memory()
     try:
         for (start, _), part in zip(places, (parcel.pickled, *parcel.buffers), strict=True):
-            _write(descriptor, part, start)
+            write_at(descriptor, memoryview(part), start)
         connection.send((places, None))
         send_handle(connection, descriptor, None)
     finally:
@@ -135,10 +137,3 @@ def _memory() -> int:
         return os.memfd_create("isobatch", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _write(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    view = memoryview(content)
-    while view.nbytes:  # of a call at most 2 GB
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written

@@ -24,7 +24,7 @@ from isobatch.common.background import end_with_parent
 from isobatch.common.errors import DataError, IsobatchError, first_line
 from isobatch.common.types import IntArray
 from isobatch.counting.record_counter import BrokenRecord, CountedRecords
-from isobatch.loaders.batch.make_batch import make_batch
+from isobatch.loaders.batch.collate import make_batch
 from isobatch.loaders.batch.micro_batch import MicroBatch
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.online._open_counter import open_counter

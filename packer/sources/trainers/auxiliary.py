@@ -18,7 +18,7 @@ from isobatch.common.errors import DataError, first_line
 from isobatch.counting.records.media import FILE_KEYS, Media, is_relative_path, marked_files
 from isobatch.counting.records.places.marks import NUMBERED_KEYS
 from isobatch.counting.records.record import Chunk, RawRecord
-from isobatch.packer.sources.base import Source, WrappedSource, has_file
+from isobatch.packer.sources.base import has_file
 from isobatch.packer.sources.trainers.energon import INDEX_NAME, META, shard_counts
 from isobatch.shards.folders import join, on_disk, open_folder
 
@@ -153,15 +153,3 @@ class AuxChunk:
         files = _Files(self.places)
         for record in self.chunk.records():
             yield replace(record, value=files.placed(record.value, is_media=False))
-
-
-class AuxSource(WrappedSource):
-    """Another source, whose records' files are in auxiliary places."""
-
-    def __init__(self, source: Source, places: tuple[AuxPlace, ...]) -> None:
-        self._places = places
-        super().__init__(source)
-
-    def wrapped(self, chunk: Chunk) -> Chunk:
-        """The chunk, whose records have the places of their files."""
-        return AuxChunk(chunk, self._places)

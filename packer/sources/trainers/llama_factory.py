@@ -13,8 +13,8 @@ from typing import Any
 
 from isobatch.common.errors import ConfigError
 from isobatch.common.visible_text import shown
+from isobatch.counting.columns import Columns
 from isobatch.packer.sources.base import require_known
-from isobatch.packer.sources.columns import Columns
 from isobatch.packer.sources.trainers.sampling import Sampling
 
 INFO_NAME = "dataset_info.json"

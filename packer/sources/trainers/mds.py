@@ -24,10 +24,11 @@ from PIL import Image
 
 from isobatch.common.errors import ConfigError, DataError, IsobatchError, first_line
 from isobatch.common.types import IntArray
-from isobatch.counting.headers.content_kind import kind_of_content
+from isobatch.counting.headers.content_kind import HEAD_BYTES, kind_of_content
 from isobatch.counting.records.media import FILE_KEYS, Media
 from isobatch.counting.records.record import TOO_DEEP, Chunk, RawRecord, is_deep
 from isobatch.packer.sources.base import (
+    FIRST_ROWS,
     Located,
     OnBytes,
     Source,
@@ -52,9 +53,6 @@ HASHES = hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}
 """Hashes that are checked; those of xxhash are reported."""
 MAX_REREADS = 8
 """Times that a compressed shard is unpacked at most, each time for some of its samples."""
-FIRST_ROWS = 20
-"""Rows that are looked at for values of columns that nothing reads."""
-HEAD_BYTES = 192
 _UINT = np.dtype("<u4")
 _FILES = {"jpeg": "jpg", "png": "png", "bytes": "", "pil": "png"}
 """Encoding of one file -> suffix of its name."""
@@ -366,10 +364,7 @@ def _files(encoding: str, place: _Place) -> list[Media]:
 
 
 def _png(data: bytes) -> bytes:
-    """An image of raw pixels as PNG, without loss.
-
-    ValueError for a mode that PNG has not, and for another number of pixels than it says.
-    """
+    """An image of raw pixels as PNG; ValueError for a mode that PNG has not, or a wrong size."""
     if len(data) < 12:
         raise ValueError(f"pil: {len(data)} bytes are too few for a size and a mode")
     width, height, length = np.frombuffer(data[:12], _UINT).tolist()
@@ -462,7 +457,7 @@ class MdsSource(Source):
         self._prefix = prefix_under(located.folder, data_root, "shards")
         self._shards: Sequence[MdsShard] = dict(located.options)["shards"]
 
-    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+    def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Ranges of samples; nothing is read here but the index."""
         for shard in self._shards:
             step = num_records

@@ -6,7 +6,8 @@ from collections import Counter
 from isobatch.counting.records.fields import Fields
 from isobatch.counting.records.reading import Reading
 from isobatch.counting.records.record import RawRecord, RawSample
-from isobatch.counting.records.schemas import parse_record, parse_records
+from isobatch.counting.records.schemas import parse_records
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 TEN = ["yes"] * 7 + ["no", "maybe", "no"]

@@ -2,7 +2,7 @@
 
 from isobatch.counting.records.reading import Reading
 from isobatch.counting.records.record import RawRecord, RawSample
-from isobatch.counting.records.schemas import parse_record
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 LETTERS = Reading(choices="letters")

@@ -4,7 +4,7 @@ import pytest
 
 from isobatch.counting.records.fields import NO_MEANING, Fields, add_never_read, never_read_line
 from isobatch.counting.records.record import RawRecord, RawSample
-from isobatch.counting.records.schemas import parse_record
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 ASK, ANSWER = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}

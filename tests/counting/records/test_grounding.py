@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from isobatch.counting.records.media import SampleProblem
 from isobatch.counting.records.places.grounding import ImageSize, Objects, with_objects
 from isobatch.counting.records.record import RawRecord, RawSample
-from isobatch.counting.records.schemas import parse_record
 from isobatch.counting.text.chat_tokenizer import ChatTokenizer, Turn
 from isobatch.models.presets import MediaMarkup
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 from support.corpora import TOKENIZERS
 

@@ -5,7 +5,7 @@ import pytest
 from isobatch.counting.records.reading import Reading
 from isobatch.counting.records.record import RawRecord, RawSample
 from isobatch.counting.records.reject_reasons import Rejected
-from isobatch.counting.records.schemas import parse_record
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 ASK = {"role": "user", "content": "What?"}

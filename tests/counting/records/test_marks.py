@@ -8,8 +8,8 @@ from isobatch.counting.records.media import Media, SampleProblem
 from isobatch.counting.records.places.marks import edited, place_marks
 from isobatch.counting.records.reading import Reading
 from isobatch.counting.records.record import RawRecord, RawSample
-from isobatch.counting.records.schemas import parse_record
 from isobatch.counting.text.chat_tokenizer import Turn
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 QWEN = ("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "[IMG]")

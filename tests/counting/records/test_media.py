@@ -16,8 +16,8 @@ from isobatch.counting.records.media import (
     read_into,
 )
 from isobatch.counting.records.record import RawRecord
-from isobatch.counting.records.schemas import parse_record
 from isobatch.shards.folders import open_folder
+from support.builds.raw_data import parse_record
 
 
 def read(root, media):

@@ -1,8 +1,8 @@
 from isobatch.counting.records.media import Media
 from isobatch.counting.records.record import RawRecord, RawSample
 from isobatch.counting.records.reject_reasons import REASONS, Rejected
-from isobatch.counting.records.schemas import parse_record
 from isobatch.counting.text.chat_tokenizer import Turn
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}

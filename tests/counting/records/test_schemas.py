@@ -13,8 +13,9 @@ from isobatch.counting.records._message_fields import ROLES
 from isobatch.counting.records.media import Media, SampleProblem, open_media
 from isobatch.counting.records.record import RawRecord, RawSample
 from isobatch.counting.records.reject_reasons import REASONS, Rejected
-from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS, parse_record
+from isobatch.counting.records.schemas import CONTENT_KEYS, RECORD_KEYS
 from isobatch.shards.local_folder import LocalFolder
+from support.builds.raw_data import parse_record
 from support.cases import for_each
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}

@@ -35,7 +35,6 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
         micro_batches=micro_batches,
         seed=5,
         remainder="drop",
-        balance=DEFAULT_BALANCE,
     )
     (opened,) = open_builds([demo_build])
     plans = Steps(BuildSource(opened, seed=5, balance=DEFAULT_BALANCE), config).plan(num_steps)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from isobatch import ConfigError, chunked_loss, model_inputs
 from isobatch.engine.runtime.cpu_memory import LiveBytes
 from isobatch.loaders.batch.model_inputs import labelled_logits
-from isobatch.loaders.batch.model_inputs._registry import FAMILIES as KNOWN
+from isobatch.loaders.batch.model_inputs.inputs import FAMILIES as KNOWN
 from isobatch.tensors import token_loss
 
 transformers = pytest.importorskip("transformers")

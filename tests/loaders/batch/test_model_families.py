@@ -17,7 +17,7 @@ from PIL import Image
 from isobatch.common.errors import ConfigError
 from isobatch.loaders.batch.collate import collate
 from isobatch.loaders.batch.model_inputs import inputs as inputs_module
-from isobatch.loaders.batch.model_inputs._registry import FAMILIES as KNOWN
+from isobatch.loaders.batch.model_inputs.inputs import FAMILIES as KNOWN
 from isobatch.loaders.batch.model_inputs.inputs import model_inputs
 from isobatch.loaders.config import LoaderConfig
 from isobatch.loaders.steps.step_plan import StepTotals

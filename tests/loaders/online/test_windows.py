@@ -90,7 +90,6 @@ def make_ranks(lengths, world, micro_batches, *, window, seed=0, state=None, **c
             micro_batches=micro_batches,
             seed=seed,
             remainder=changes.get("remainder", "pad"),
-            balance=0.5,
         )
         ranks.append(Steps(source, config))
         if state is not None:

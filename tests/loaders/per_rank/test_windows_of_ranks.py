@@ -151,7 +151,6 @@ def make_ranks(rows, world, micro_batches, *, window, state=None, streams=None, 
             micro_batches=micro_batches,
             seed=0,
             remainder=remainder,
-            balance=0.5,
         )
         ranks.append(Steps(source, config))
         if state is not None:

@@ -10,7 +10,7 @@ from isobatch.balance.metrics import repeated_pairs
 from isobatch.common.types import COUNT_COLUMNS
 from isobatch.loaders import StreamingLoader
 from isobatch.loaders.stats import PairCounter
-from isobatch.loaders.steps.loss_normalizer import StepNormalizer
+from isobatch.loaders.steps.steps import StepNormalizer
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 
 

@@ -59,16 +59,13 @@ def with_images(sample, num_patches):
     return Sample(sample.sample_id, sample.input_ids, sample.labels, counts=counts)
 
 
-def make_steps(
-    source, rank=0, world=1, micro_batches=1, balance=0.5, remainder="pad", planner=None, seed=0
-):
+def make_steps(source, rank=0, world=1, micro_batches=1, remainder="pad", planner=None, seed=0):
     config = StepConfig(
         dp_rank=rank,
         dp_world_size=world,
         micro_batches=micro_batches,
         seed=seed,
         remainder=remainder,
-        balance=balance,
     )
     return Steps(source, config, planner)
 
@@ -101,12 +98,12 @@ def test_every_sample_once_per_epoch_whatever_the_ranks(
     build, others, kind, balance, planner, remainder, runs, last
 ):
     builds = others if kind == "mixed" else [build]
-    source = make_source(kind, builds)
+    source = make_source(kind, builds, balance)
     seen: Counter[tuple[int, int]] = Counter()
     state, left_out = None, 0
     for world, micro_batches, num_steps in [*runs, (*last, 10**6)]:
         ranks = [
-            make_steps(source, rank, world, micro_batches, balance, remainder, planner)
+            make_steps(source, rank, world, micro_batches, remainder, planner)
             for rank in range(world)
         ]
         for steps in ranks if state is not None else []:
@@ -126,19 +123,20 @@ def test_every_sample_once_per_epoch_whatever_the_ranks(
     assert left_out == 0 or remainder == "drop"
 
 
-def make_source(kind, builds):
+def make_source(kind, builds, balance):
     if kind == "mixed":
-        return mixed(builds, [1.0] * len(builds))
-    return part_of(builds[0], window_groups=16 if kind == "regrouped" else None)
+        return mixed(builds, [1.0] * len(builds), balance=balance)
+    window_groups = 16 if kind == "regrouped" else None
+    return part_of(builds[0], window_groups=window_groups, balance=balance)
 
 
-def part_of(build, number=0, window_groups=None):
-    return BuildSource(build, number, seed=0, balance=0.5, window_groups=window_groups)
+def part_of(build, number=0, window_groups=None, balance=0.5):
+    return BuildSource(build, number, seed=0, balance=balance, window_groups=window_groups)
 
 
-def mixed(builds, weights, window_groups=None):
-    parts = [part_of(build, number, window_groups) for number, build in enumerate(builds)]
-    return MixedSource(parts, weights, 0, 0.5)
+def mixed(builds, weights, window_groups=None, balance=0.5):
+    parts = [part_of(build, number, window_groups, balance) for number, build in enumerate(builds)]
+    return MixedSource(parts, weights, 0, balance)
 
 
 def check_step(plans, given, builds):

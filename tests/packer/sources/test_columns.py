@@ -15,7 +15,6 @@ from rich.console import Console
 
 from isobatch.common.errors import ConfigError
 from isobatch.counting.records.record import RawSample
-from isobatch.counting.records.schemas import parse_record
 from isobatch.loaders import BalancedLoader
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
@@ -25,7 +24,7 @@ from isobatch.packer.sources.columns import parse_columns
 from isobatch.packer.sources.dataset import find_dataset
 from isobatch.shards.manifest import read_manifest
 from support.builds.layouts import write_tar
-from support.builds.raw_data import options, write_image
+from support.builds.raw_data import options, parse_record, write_image
 
 CHAT = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
 TEXTS = ["<image>What?", "A cat."]

@@ -11,9 +11,9 @@ from PIL import Image
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.media import open_media
 from isobatch.counting.records.record import RawSample
-from isobatch.counting.records.schemas import parse_record
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.shards.folders import open_folder
+from support.builds.raw_data import parse_record
 
 
 def source_of(place, data_root=None):

@@ -138,7 +138,7 @@ def test_braces_in_a_path_name_several_files(place):
         ("a: 1", "no list `datasets`"),
         ("[1]", "not an object"),
         ("datasets: [", "not valid YAML"),
-        ("datasets: [{json_path: a.json, weight: 2}]", "unknown key weight; known: json_path, "),
+        ("datasets: [{json_path: a.json, weight: 2}]", "unknown key 'weight'; known: json_path, "),
         ("datasets: [{json_path: a.json, sampling_strategy: last:3}]", "'last:3'; known: all, f"),
         ("datasets: [{json_path: a.json, sampling_strategy: end:0}]", "NeXT takes all records; s"),
         ("datasets: [{json_path: a.json, sampling_strategy: random:0%}]", "takes no record; say a"),

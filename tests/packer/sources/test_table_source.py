@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.record import RawRecord
-from isobatch.counting.records.schemas import parse_record
 from isobatch.counting.records.user_map import ALL_COLUMNS
 from isobatch.packer.sources import table_source as tables
 from isobatch.packer.sources.base import FilePiece, Located, RecordChunk
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.table_source import TableChunk, TableSource, _chunks
 from support.builds.layouts import CONVERSATION, IMAGE, SCHEMA, write_saved
+from support.builds.raw_data import parse_record
 
 
 def rows(count, image=b"pixels"):

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.media import open_media
 from isobatch.counting.records.reject_reasons import Rejected
-from isobatch.counting.records.schemas import parse_record
 from isobatch.packer.sources import tar_source
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.tar_members import BrokenTarError, read_members
 from isobatch.packer.sources.tar_source import key_of
 from isobatch.shards.folders import open_folder
 from support.builds.layouts import FOLDER, LINK, tar_bytes, write_tar
+from support.builds.raw_data import parse_record
 
 
 def pairs(count, first=0):

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from isobatch.counting.records.reading import DEFAULT_READING
+from isobatch.counting.records.schemas import parse_records
 from isobatch.packer.demo.dataset import demo_tokenizer_path
 
 SIZES = [(40, 40), (200, 90), (90, 200), (640, 480), (33, 300)]
@@ -30,6 +32,11 @@ def record(number, images=(), text="What is it?", answer="A picture."):
         ],
     }
     return value | ({"image": images[0] if len(images) == 1 else list(images)} if images else {})
+
+
+def parse_record(record, source, reading=DEFAULT_READING):
+    """The first sample in a record."""
+    return parse_records(record, source, reading)[0]
 
 
 def good_records(folder: Path, count=60):

@@ -14,7 +14,6 @@ def make_ranks(source, world, micro_batches, *, seed=0, remainder="pad"):
                 micro_batches=micro_batches,
                 seed=seed,
                 remainder=remainder,
-                balance=0.5,
             ),
         )
         for rank in range(world)

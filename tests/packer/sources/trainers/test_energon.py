@@ -11,10 +11,10 @@ import pytest
 
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.counting.records.record import RawSample
-from isobatch.counting.records.schemas import parse_record
 from isobatch.packer.sources.detect import locate, open_located
 from isobatch.packer.sources.trainers.energon import _paths
 from support.builds.layouts import CRUDE, JPEG, pair, write_prepared
+from support.builds.raw_data import parse_record
 
 VQA = {"image": "jpg", "context": "json[q]", "answers": "json[a]"}
 
