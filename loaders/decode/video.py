@@ -17,12 +17,11 @@ import numpy as np
 from isobatch.common.errors import ConfigError, DataError
 from isobatch.loaders.decode.image import decode_pixels
 from isobatch.loaders.decode.resize import Pixels
+from isobatch.media.containers import open_container
 from isobatch.media.decoder_faults import fault_of
 from isobatch.media.frame_archive import is_frame_archive, unpack_frames
 from isobatch.models.video_tokens import VideoFacts
 
-CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg"
-"""Containers by FFmpeg's names; others, such as playlists, could lead it to other files."""
 _SEEKABLE = {"h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9", "av1"}
 """Codecs whose frames after a keyframe do not need those before it."""
 _WORTH_SEEKING = 16
@@ -73,8 +72,7 @@ def _decode_file(
 
 def _open(av: Any, content: bytes | memoryview) -> tuple[Any, Any]:
     """A container and its video stream."""
-    options = {"format_whitelist": CONTAINERS}
-    container = av.open(BytesIO(content), options=options, metadata_errors="ignore")
+    container = open_container(av, BytesIO(content))
     stream = container.streams.video[0]
     if stream.codec_context is None:
         container.close()

@@ -1,7 +1,6 @@
 """Video file -> its upright size, frames and rate, from its container alone.
 
-PyAV (FFmpeg) reads the container, and only containers of `_FORMATS`: others, such as playlists,
-could lead FFmpeg to other files. MP4 and AVI have a table of all frames. Where that does not tell
+PyAV (FFmpeg) reads the container. MP4 and AVI have a table of all frames. Where that does not tell
 (WebM and MKV, MPEG, damaged files) the packets are counted, for which the whole file is read.
 """
 
@@ -17,9 +16,8 @@ from PIL import Image
 
 from isobatch.counting.headers.file_problem import file_problem
 from isobatch.counting.records.media import SampleProblem
+from isobatch.media.containers import open_container
 
-_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg"
-"""Containers by FFmpeg's names, as `format_whitelist` takes them."""
 _ROTATION = re.compile(r"rotation of (-?[\d.]+) degrees")
 _STREAM = re.compile(r"^\s*Stream #\d+:(\d+)", re.MULTILINE)
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
@@ -95,8 +93,7 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[Any, Any]]:
     av = _import_av()
     file.seek(0)
     try:
-        options = {"format_whitelist": _FORMATS}
-        with av.open(file, options=options, metadata_errors="ignore") as container:
+        with open_container(av, file) as container:
             if not len(container.streams):
                 raise SampleProblem("corrupt_video", "cut short, or without any stream")
             stream = container.streams.video[0] if container.streams.video else None
