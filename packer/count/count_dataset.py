@@ -30,14 +30,15 @@ def count_dataset(
 ) -> None:
     """Count all parts of a dataset into `staging.samples`. DataError when there are no records."""
     staging.prepare()
-    total = total_bytes(dataset)
+    sources = [part.open() for part in dataset.parts]
+    total = sum(piece.size for source in sources for piece in source.pieces())
     records_per_part = [0] * len(dataset.parts)
     num_chunks = 0
     with progress.stage("count", total) as stage:
         jobs = _jobs(dataset, settings, staging, stage.advance)
         tasks = ((job, str(staging.folder)) for job in jobs)
         # (chunk, part of the dataset), in order
-        workers = 1 if is_quick(dataset, settings) else settings.workers
+        workers = 1 if is_quick(dataset, settings, total) else settings.workers
         for number, part in map_ordered(_count_here, tasks, workers=workers):
             num_chunks += 1
             num_records = count_staged(staging.part(number))
@@ -48,18 +49,11 @@ def count_dataset(
     staging.merge(range(num_chunks), records_per_part)
 
 
-def total_bytes(dataset: Dataset) -> float:
-    """Sizes of all files that are read."""
-    return sum(piece.size for part in dataset.parts for piece in part.open().pieces())
-
-
-def is_quick(dataset: Dataset, settings: CountSettings) -> bool:
+def is_quick(dataset: Dataset, settings: CountSettings, total: float) -> bool:
     """Whether this process has counted everything before another one could begin."""
     places = {place for part in dataset.parts for place in (part.data_root, part.located.folder)}
     is_remote = any(map(is_uri, places))
-    if is_remote or settings.decode_images or settings.map:
-        return False
-    return total_bytes(dataset) <= QUICK_BYTES
+    return total <= QUICK_BYTES and not (is_remote or settings.decode_images or settings.map)
 
 
 def _jobs(

@@ -359,9 +359,10 @@ class _Trial:
         config, builder = self.config, self.builder
         begun = self.begun * counted.is_alone
         seconds, cpu_seconds = counted.ready_seconds + begun, counted.ready_cpu + begun
-        is_single = num_partitions == 1
         settings = count_settings(config, builder.model, builder.tokenizer)
-        if config.workers == 1 or (is_single and is_quick(self.dataset, settings)):
+        size = sum(piece.size for part in self.dataset.parts for piece in part.open().pieces())
+        is_single = num_partitions == 1
+        if config.workers == 1 or (is_single and is_quick(self.dataset, settings, size)):
             self.startup += counted.ready_seconds
             self.startup_cpu += counted.ready_cpu
         else:
