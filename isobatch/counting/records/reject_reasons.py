@@ -74,7 +74,7 @@ BY_CHOICE = frozenset({"left_out", "not_drawn", "not_learned"})
 def where_missing(reasons: Iterable[str], option: str) -> str:
     """Words on where files are looked for, if one of them is missing."""
     is_missing = any(reason.startswith("missing_") for reason in reasons)
-    return f"; is {option} the folder that paths of files start from?" * is_missing
+    return f"; paths of files start from {option}" * is_missing
 
 
 @dataclass(frozen=True, slots=True)
