@@ -94,7 +94,7 @@ def _text(name: str, value: Any) -> str:
     if name.endswith("_s"):
         return f"{value:>14,.2f} s"
     is_share = isinstance(value, float) and name != "repeated_pairs"
-    return f"{value:>16.2%}" if is_share else f"{value:>16,.6g}"
+    return f"{value:>16.2%}" if is_share else f"{value:>16,{'.6g' * isinstance(value, float)}}"
 
 
 class MeterSums(NamedTuple):

@@ -5,8 +5,9 @@ dataset. No raw data is read.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,8 @@ class Grouping:
     """Lines on how the caps were chosen."""
     remainder: IntArray
     """Rows of the samples that are left over, ascending."""
+    caps_seconds: tuple[float, float] = (0.0, 0.0)
+    """(seconds, CPU seconds) that the choice of caps took: no more for many samples than few."""
 
 
 def group_counts(
@@ -78,10 +81,14 @@ def group_counts(
     predictor: FlopsModel | None = None,
 ) -> Grouping:
     """Choose caps, reject what exceeds them, group the rest."""
+    begun, cpu_begun = perf_counter(), process_time()
     choice = choose_limits(
         counts, options, vision_unit=vision_unit, context_len=context_len, predictor=predictor
     )
-    return group_within(counts, choice.limits, options, cap_lines(choice))
+    took = perf_counter() - begun, process_time() - cpu_begun
+    return replace(
+        group_within(counts, choice.limits, options, cap_lines(choice)), caps_seconds=took
+    )
 
 
 def group_within(

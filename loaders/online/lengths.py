@@ -25,7 +25,7 @@ from isobatch.common.types import COUNT_COLUMNS, BoolArray, Counts, IntArray, Li
 from isobatch.common.visible_text import visible
 from isobatch.counting.record_counter import CountedRecords, RecordCounter, RejectedSample
 from isobatch.counting.records.fields import NeverRead, add_never_read, never_read_line
-from isobatch.counting.records.reject_reasons import BY_CHOICE
+from isobatch.counting.records.reject_reasons import BY_CHOICE, where_missing
 from isobatch.loaders.online._length_table import (
     REJECTED,
     ROW,
@@ -407,8 +407,8 @@ class SampleLengths:
             first = next(sample for sample in rejected if sample.reason == most_common)
             raise DataError(
                 f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
-                f"{max_share:g} allows: {listed}; the first is {first.sample_id} ({first.detail}). "
-                "Repair the data, or raise max_rejected"
+                f"{max_share:g} allows: {listed}; the first is {first.sample_id} ({first.detail})"
+                f"{where_missing(reasons, 'data_root=')}. Repair the data, or raise max_rejected"
             )
 
 

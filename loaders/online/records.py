@@ -55,8 +55,8 @@ class Records:
             split = "one of its splits, " if is_split else ""
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}; give {split}a list of records, a map-"
-                "style torch Dataset, a datasets.Dataset, what `packer build --dataset` takes, or "
-                "with measure='own' an IterableDataset"
+                "style torch Dataset, a datasets.Dataset, the file, folder, bucket or Hub id of the"
+                " data, or with measure='own' an IterableDataset of samples that have input_ids"
             )
         if as_files and _has_columns(dataset):
             dataset = _Undecoded(dataset)

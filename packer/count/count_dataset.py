@@ -38,7 +38,7 @@ def count_dataset(
         jobs = _jobs(dataset, settings, staging, stage.advance)
         tasks = ((job, str(staging.folder)) for job in jobs)
         # (chunk, part of the dataset), in order
-        workers = 1 if _is_quick(dataset, settings, total) else settings.workers
+        workers = 1 if is_quick(dataset, settings, total) else settings.workers
         for number, part in map_ordered(_count_here, tasks, workers=workers):
             num_chunks += 1
             num_records = count_staged(staging.part(number))
@@ -49,7 +49,7 @@ def count_dataset(
     staging.merge(range(num_chunks), records_per_part)
 
 
-def _is_quick(dataset: Dataset, settings: CountSettings, total: float) -> bool:
+def is_quick(dataset: Dataset, settings: CountSettings, total: float) -> bool:
     """Whether this process has counted everything before another one could begin."""
     places = {place for part in dataset.parts for place in (part.data_root, part.located.folder)}
     is_remote = any(map(is_uri, places))

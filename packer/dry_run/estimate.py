@@ -15,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from isobatch.balance.grouping import compile_ahead
 from isobatch.balance.grouping.caps import GroupOptions, over_limits
 from isobatch.balance.metrics import fill
 from isobatch.common.types import FloatArray, IntArray, Limits
 from isobatch.counting.records.reject_reasons import BY_CHOICE
 from isobatch.packer.build import Builder
 from isobatch.packer.config import BuildConfig
+from isobatch.packer.count.count_dataset import is_quick
 from isobatch.packer.count.mixture_sampling import copies_per_sample
 from isobatch.packer.count.process_pool import default_workers
 from isobatch.packer.count.staging import split_staged, staged_extras
@@ -30,11 +32,13 @@ from isobatch.packer.group import group_counts
 from isobatch.packer.partitions.cut import Cut, cut_dataset
 from isobatch.packer.partitions.decide import decide_limits
 from isobatch.packer.partitions.partition import (
+    COMPILES,
     ROWS_NAME,
     Decisions,
     PackedPartition,
     Partition,
     PartitionJob,
+    count_settings,
     no_values,
 )
 from isobatch.packer.partitions.run import run_jobs
@@ -126,6 +130,8 @@ class _Counted:
     ready_seconds: float
     """Until a process could count."""
     ready_cpu: float
+    is_alone: bool
+    """Whether that was this process."""
     merge_seconds: float
 
     def in_batches(self, rows: pa.Table, values: Any = None) -> FloatArray:
@@ -176,6 +182,8 @@ class _Packed:
     seconds: dict[str, float]
     """Stage -> seconds."""
     cpu_seconds: dict[str, float]
+    caps_seconds: tuple[float, float]
+    """(seconds, CPU seconds) of grouping that more samples would not add to."""
 
 
 def estimate_build(
@@ -210,7 +218,7 @@ class _Trial:
         self.config = builder.config
         (builder.out / "shards").mkdir(parents=True)
         self.dataset = builder.find()
-        self.startup = self.startup_cpu = begun
+        self.begun = self.startup = self.startup_cpu = begun
         self.are_caps_sure = True
         self.notes: list[str] = []
 
@@ -221,7 +229,6 @@ class _Trial:
         counted = self._count(1)
         if counted.interval > WIDEST:
             counted = self._count(min((counted.interval / WIDEST) ** 2, MOST_TIMES))
-        self._note_start(counted, len(cut.partitions))
         samples, rejected, ends = counted.samples, counted.rejected, counted.ends
         packed = self._pack(cut, counted)
         loads = _loads(samples, packed.limits, with_media=config.format != "refs")
@@ -254,10 +261,16 @@ class _Trial:
         scales = {"group": scale, "write": bytes_scale, "tables": scale}
         stages = {"read": reading, "count": whole["seconds"]}
         stages |= {name: packed.seconds[name] * of for name, of in scales.items()}
+        caps_seconds, caps_cpu = packed.caps_seconds
+        stages["group"] -= caps_seconds * (scale - 1)
         merging = counted.merge_seconds * num_read / ends[-1]
         stages["tables"] += merging
-        cpu_seconds = self.startup_cpu + reading_cpu + whole["cpu_seconds"] + merging
+        cpu_seconds = reading_cpu + whole["cpu_seconds"] + merging
         cpu_seconds += sum(packed.cpu_seconds[name] * of for name, of in scales.items())
+        cpu_seconds -= caps_cpu * (scale - 1)
+        num_bytes = round(packed.shard_bytes * bytes_scale + packed.table_bytes * scale)
+        self._note_start(counted, len(cut.partitions), ceil(num_bytes / (config.shard_mb << 20)))
+        cpu_seconds += self.startup_cpu
         times = self._times(stages, len(cut.partitions), price)
         counting = sure["seconds"] * stages["count"] + sure["num_bytes"] * stages["write"]
         return Estimate(
@@ -276,7 +289,7 @@ class _Trial:
             fill=packed.fill,
             limits=packed.limits,
             limits_explained=packed.limits_explained,
-            num_bytes=round(packed.shard_bytes * bytes_scale + packed.table_bytes * scale),
+            num_bytes=num_bytes,
             num_partitions=len(cut.partitions),
             stages=stages,
             startup_seconds=self.startup,
@@ -300,6 +313,7 @@ class _Trial:
         jobs = draw(self.dataset, config, staging.folder, times)
         begun, cpu_begun = time.time(), time.process_time()
         batches: list[DrawnBatch] = []
+        is_alone = min(len(jobs), config.workers) <= 1
         with self.progress.stage("draw", len(jobs), unit="records") as stage:
             for _, of in run_jobs(count_drawn, jobs, executor="local", workers=config.workers):
                 batches += of
@@ -333,24 +347,37 @@ class _Trial:
             rejected=rejected,
             ready_seconds=ready.ready_at - begun,
             # a process of its own has done nothing else before
-            ready_cpu=ready.cpu_until_ready - (cpu_begun if config.workers == 1 else 0.0),
+            ready_cpu=ready.cpu_until_ready - cpu_begun * is_alone,
+            is_alone=is_alone,
             merge_seconds=merging,
         )
         usable = counted.in_batches(samples)
         return replace(counted, drawn=replace(counted.drawn, usable=usable))
 
-    def _note_start(self, counted: _Counted, num_partitions: int) -> None:
-        """Add what it takes until processes count."""
-        workers = self.config.workers
-        # one pool of processes counts, and of a single partition another one writes
-        pools = 2 if workers > 1 and num_partitions == 1 else 1
-        self.startup += counted.ready_seconds * pools
-        self.startup_cpu += counted.ready_cpu * pools * workers
+    def _note_start(self, counted: _Counted, num_partitions: int, num_shards: int) -> None:
+        """Add what it takes until processes count, and those that write."""
+        config, builder = self.config, self.builder
+        begun = self.begun * counted.is_alone
+        seconds, cpu_seconds = counted.ready_seconds + begun, counted.ready_cpu + begun
+        settings = count_settings(config, builder.model, builder.tokenizer)
+        size = sum(piece.size for part in self.dataset.parts for piece in part.open().pieces())
+        is_single = num_partitions == 1
+        if config.workers == 1 or (is_single and is_quick(self.dataset, settings, size)):
+            self.startup += counted.ready_seconds
+            self.startup_cpu += counted.ready_cpu
+        else:
+            self.startup += seconds
+            self.startup_cpu += cpu_seconds * config.workers
+        # shards of a single partition are written by other processes than have counted
+        if is_single and (writers := min(config.workers, num_shards)) > 1:
+            self.startup += seconds
+            self.startup_cpu += cpu_seconds * writers
 
     def _pack(self, cut: Cut, counted: _Counted) -> _Packed:
         """Group the drawn samples, as often as a partition has them, and write some groups."""
         config, builder, drawn, samples = self.config, self.builder, counted.drawn, counted.samples
         begun, cpu_begun = time.perf_counter(), time.process_time()
+        compile_ahead.finish(lambda: self.progress.note(COMPILES))
         few = counts_arrays(samples.slice(0, FEW))
         group_counts(
             few, GroupOptions(), vision_unit=builder.model.vision_unit, context_len=1 << 31
@@ -452,6 +479,7 @@ class _Trial:
             table_bytes=sum(tables) + rows_size * per_written,
             seconds=seconds,
             cpu_seconds=cpu_seconds,
+            caps_seconds=grouping.caps_seconds,
         )
 
     def _reading(self, drawn: Drawn) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 from isobatch.common.errors import DataError
 from isobatch.common.types import Limits
 from isobatch.counting.records.fields import NeverRead
-from isobatch.counting.records.reject_reasons import BY_CHOICE
+from isobatch.counting.records.reject_reasons import BY_CHOICE, where_missing
 from isobatch.packer.table_queries import as_frame, count_reasons
 
 
@@ -85,4 +85,4 @@ def nothing_to_pack(rejected: Mapping[str, Rejection]) -> DataError:
 
 def _listed(reasons: Mapping[str, Rejection]) -> str:
     entries = (f"{entry.number:,} {name}, first {entry.first}" for name, entry in reasons.items())
-    return "; ".join(entries)
+    return "; ".join(entries) + where_missing(reasons, "--data-root")

@@ -4,6 +4,7 @@
 streams the rows; images and audio stay undecoded. It is an extra, and takes a second to import.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -26,7 +27,7 @@ from isobatch.packer.sources.base import (
     known_columns,
     prefix_under,
 )
-from isobatch.shards.folders import join
+from isobatch.shards.folders import is_uri, join
 
 README_NAME, CARD_NAME = "README.md", ".huggingface.yaml"
 """Files of a dataset in which `datasets` looks for its description."""
@@ -124,6 +125,8 @@ class DatasetsSource(Source):
         self._together = located.layout in FOLDER_BUILDERS
         what = "image folders"
         self._prefix = prefix_under(located.folder, data_root, what) if self._together else ""
+        # `datasets` names files by the whole path
+        self._folder = located.folder if is_uri(located.folder) else os.path.abspath(located.folder)
 
     def raw_chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, streamed here: only the builder finds where one ends."""
@@ -171,7 +174,7 @@ class DatasetsSource(Source):
 
     def _rows(self, names: list[str], where: str) -> Iterator[dict[str, Any]]:
         datasets = import_datasets(where)
-        paths = [join(self.located.folder, name) for name in names]
+        paths = [join(self._folder, name) for name in names]
         try:
             rows = datasets.load_dataset(
                 self.located.layout,
@@ -193,4 +196,4 @@ class DatasetsSource(Source):
         path = value.get("path") if isinstance(value, dict) else None
         if not self._together or not path or value.get("bytes"):
             return value
-        return self._prefix + Path(path).relative_to(Path(self.located.folder)).as_posix()
+        return self._prefix + Path(path).relative_to(self._folder).as_posix()

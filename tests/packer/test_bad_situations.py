@@ -331,7 +331,10 @@ def test_too_many_rejected(tmp_path):
         command, 1, "2 of 20 samples (10.0%) cannot be used, more than --max-rejected 0.05 allows"
     )
     assert stderr.startswith("count ")
-    assert "2 missing_image, first s0: nowhere.png" in stderr
+    assert (
+        "2 missing_image, first s0: nowhere.png; paths of files start from --data-root. All"
+        in stderr
+    )
     assert pq.read_table(tmp_path / "out" / "rejected.parquet").column("sample_id").to_pylist() == [
         "s0",
         "s1",

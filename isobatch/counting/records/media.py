@@ -292,7 +292,7 @@ def media_of(value: Any, kind: str) -> Media:
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
         if not isinstance(data, bytes):
-            return media_of(path, kind)
+            return media_of(data if path is None else path, kind)
         # a name here is for messages only
         name = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
         return Media(name or kind, data=data)

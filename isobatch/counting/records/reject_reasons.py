@@ -1,5 +1,6 @@
 """Every reason to reject a sample, and a rejected sample. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 REASONS: dict[str, str] = {
@@ -68,6 +69,12 @@ REASONS: dict[str, str] = {
 
 BY_CHOICE = frozenset({"left_out", "not_drawn", "not_learned"})
 """Reasons that are the user's wish and nothing wrong with the data."""
+
+
+def where_missing(reasons: Iterable[str], option: str) -> str:
+    """Words on where files are looked for, if one of them is missing."""
+    is_missing = any(reason.startswith("missing_") for reason in reasons)
+    return f"; paths of files start from {option}" * is_missing
 
 
 @dataclass(frozen=True, slots=True)

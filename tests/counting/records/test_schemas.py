@@ -167,7 +167,7 @@ SHAPES = {
     ),
     "The Cauldron": (
         {
-            "images": [{"bytes": PIXELS, "path": "p.png"}, {"bytes": None, "path": "q.png"}],
+            "images": [{"bytes": PIXELS, "path": "p.png"}, {"bytes": "q.png", "path": None}],
             "texts": [
                 {"user": "One?", "assistant": "1", "source": "s"},
                 {"user": "Two?", "assistant": "2", "source": "s"},
@@ -317,6 +317,7 @@ DAMAGED = [
     (damaged("LLaVA", image=[]), "marker_without_image"),
     (damaged("LLaVA", image=["a", 3]), "bad_image_field"),
     (damaged("LLaVA", image=5), "bad_image_field"),
+    (damaged("LLaVA", image={"bytes": 5, "path": None}), "bad_image_field"),
     (damaged("LLaVA", image=[None]), "bad_image_field"),
     (damaged("LLaVA", image="\ud800.jpg"), "bad_image_field"),
     (damaged("LLaVA", image="data:image/png;base64"), "bad_image_field"),

@@ -1,6 +1,7 @@
 """What loaders log is what an oracle finds in the micro-batches of all ranks, on every route."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -310,6 +311,8 @@ def test_stats_are_a_small_table(builds):
     list(loader)
     lines = str(loader.stats()).splitlines()
     assert lines[0].split() == ["steps", str(len(loader))]
+    assert f" {loader.stats().read_bytes:,}" in str(loader.stats())
+    assert f" {2**40:,}" in str(replace(loader.stats(), read_bytes=2**40))
     assert any(line.split()[0] == "fill" and line.endswith("%") for line in lines)
     assert max(map(len, lines)) < 60
 

@@ -216,6 +216,10 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     with pytest.raises(DataError, match=r"samples cannot be used, more than max_rejected=0\.05"):
         batches_of([loader])
     loader.close()
+    (loader,) = open_ranks([record(0, ["nowhere.png"])], 1, folder)
+    with pytest.raises(DataError, match=r"nowhere\.png\); paths of files start from data_root=\."):
+        batches_of([loader])
+    loader.close()
     # the first that is named is one of the most common reason
     (loader,) = open_ranks(bad[:1] + rows, 1, folder, max_tokens=20)
     with pytest.raises(DataError, match=r"the first is s\d+ \(\d+ tokens, cap 20\)"):

@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused(rows, folder, tmp_path):
         "shuffle=False is not there with measure='own'": (rows, OWN | {"shuffle": False}),
         "measure is 'alone'; it must be": (rows, {"measure": "alone"}),
         "dataset is a list_iterator; give a list of records": (iter(rows), OWN),
-        "or with measure='own' an IterableDataset": (Stream(rows), {}),
+        "Hub id of the data, or with measure='own' an IterableDataset": (Stream(rows), {}),
     }
     for line, (dataset, options) in cases.items():
         with pytest.raises(ConfigError, match=line):

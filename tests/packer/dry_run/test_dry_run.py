@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from isobatch.common.errors import ConfigError, DataError
+from isobatch.packer import group
 from isobatch.packer.config import BuildConfig
 from isobatch.packer.dry_run import draw, estimate
 from isobatch.packer.dry_run.estimate import estimate_build
@@ -313,6 +314,45 @@ def test_more_workers_take_no_more_time_and_partitions_bound_them():
             assert whole[1] == pytest.approx(times[0] / partitions)
     # what one process reads, groups and finishes is never divided
     assert estimate.elapsed(stages, 10_000, 1) == pytest.approx(16.0, abs=0.02)
+
+
+def test_what_takes_as_long_for_few_samples_as_for_many_is_not_multiplied(tmp_path, monkeypatch):
+    write_dataset(tmp_path, [record(n, answer="word " * (n % 50)) for n in range(FEW)])
+    mixture = tmp_path / "mix.toml"
+    mixture.write_text('[[datasets]]\ndataset = "annotations.jsonl"\nrepeat = 200\n')
+    (tmp_path / "annotations.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
+    choose = group.choose_limits
+
+    def slow(*args, **options):
+        time.sleep(2)
+        return choose(*args, **options)
+
+    monkeypatch.setattr(group, "choose_limits", slow)
+    monkeypatch.setattr(estimate, "POPULATION", 300)
+    said = predict(mixture)
+    assert said.num_packed == 200 * FEW
+    assert 2 <= said.stages["group"] < 2 * 40 / 2
+
+
+def test_cpu_time_of_a_small_build_is_that_of_the_build(tmp_path):
+    place = write_dataset(tmp_path, [record(n) for n in range(64)])
+    tokenizer = options("", "")["tokenizer"]
+    command = [sys.executable, "-m", "packer", "build", "--model", "internvl_1_5", "--workers", "4"]
+    command += [
+        "--dataset",
+        str(place),
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    dry = subprocess.run([*command, "--dry-run", "--json"], check=True, capture_output=True)
+    before = os.times()
+    subprocess.run(command, check=True, capture_output=True)
+    after = os.times()
+    took = after.children_user + after.children_system
+    took -= before.children_user + before.children_system
+    assert took / 2 < json.loads(dry.stdout)["cpu_seconds"] < 2 * took
 
 
 # --- the command ---

@@ -99,6 +99,14 @@ def test_an_image_folder_gives_its_files_by_their_path(tmp_path, table, below):
         assert open_media(open_folder(str(root)), sample.images[0], "image").read(4) == b"\x89PNG"
 
 
+@pytest.mark.parametrize("place", ["set", "./set/", "set/../set"])
+def test_an_image_folder_may_be_named_by_a_relative_path(tmp_path, monkeypatch, place):
+    write_pictures(tmp_path / "set")
+    monkeypatch.chdir(tmp_path)
+    assert [s.images[0].name for s in samples(place)] == ["a.png", "sub/b.png"]
+    assert samples(place, data_root=".")[0].images[0].name == "set/a.png"
+
+
 def test_an_image_folder_outside_the_data_root_is_refused(tmp_path):
     write_pictures(tmp_path / "set")
     with pytest.raises(ConfigError, match="image folders hold their own images"):
