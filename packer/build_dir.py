@@ -48,6 +48,8 @@ TABLE_NAMES = (INDEX_NAME, IDS_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 Energon the indexes of its tars follow.
 """
 
+_MOST_BRIEF = 60
+"""Characters of a setting in an error."""
 _FOLDERS = ("shards", TABLES, "staging", DEMO_FOLDER, META)
 _MADE_BY_A_BUILD = frozenset((MANIFEST_NAME, *TABLE_NAMES, REPORT_NAME, BUILDING_NAME, *_FOLDERS))
 
@@ -101,34 +103,37 @@ class BuildIdentity:
         """
         manifest = read_manifest(out).values
         self.is_cut = "partition_samples" in manifest["config"]
-        recorded = [manifest[name] for name in ("config", "raw_files", "model")]
-        wanted = [self.settings(dataset), self.raw(dataset), self.model]
-        if recorded != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
-            raise _another(out)
+        recorded = {name: manifest[name] for name in ("model", "raw_files")}
+        recorded |= {"settings": manifest["config"], "tokenizer": manifest["tokenizer"]["hash"]}
+        wanted = self._described(dataset) | {"raw_files": self.raw(dataset)}
+        if recorded != wanted:
+            raise _another(out, _differences(recorded, wanted))
         return manifest
 
     def require_named(self, out: str, name: str) -> None:
         """DataError if there is a finished build of another dataset: before one is drawn there."""
-        if is_complete(out) and read_manifest(out).values["config"]["dataset"] != name:
-            raise _another(out)
+        if is_complete(out) and (was := read_manifest(out).values["config"]["dataset"]) != name:
+            raise _another(out, f"dataset {was}, now {name}")
 
     def claim(self, staging: Path, dataset: Dataset) -> None:
         """Mark staged work as this build's; raises DataError if it is another's."""
-        identity = {
-            "settings": self.settings(dataset),
-            "model": self.model,
-            "tokenizer": self.tokenizer.hash,
-            "raw_files": [_state(part) for part in dataset.parts],
-            "chunk_records": self.config.chunk_records,
-        }
+        raw = [_state(part) for part in dataset.parts]
+        identity = plain(
+            self._described(dataset)
+            | {"raw_files": raw, "chunk_records": self.config.chunk_records}
+        )
         marker = staging / "build.json"
         staging.mkdir(parents=True, exist_ok=True)
-        is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != plain(identity)
+        begun = json.loads(marker.read_text("utf-8")) if marker.exists() else None
         # a build that failed before it had counted anything blocks nobody
-        if is_anothers and any(staging.rglob("*.arrow")):
-            raise unfinished_other(str(staging.parent))
-        if not marker.exists() or is_anothers:
+        if begun not in (None, identity) and any(staging.rglob("*.arrow")):
+            raise unfinished_other(str(staging.parent), _differences(begun, identity))
+        if begun != identity:
             write_text(marker, json.dumps(identity, indent=1))
+
+    def _described(self, dataset: Dataset) -> dict[str, Any]:
+        settings = self.settings(dataset)
+        return {"settings": settings, "model": self.model, "tokenizer": self.tokenizer.hash}
 
     def manifest(
         self,
@@ -182,14 +187,41 @@ def _group_settings(config: BuildConfig) -> dict[str, Any]:
     return settings
 
 
-def unfinished_other(place: str) -> DataError:
+def unfinished_other(place: str, differences: str = "") -> DataError:
     """The error for a place where another build was begun."""
-    there = f"{place} holds an unfinished build of other data or settings"
+    said = f" ({differences})" if differences else ""
+    there = f"{place} holds an unfinished build of other data or settings{said}"
     return DataError(f"{there}: finish that one, {ELSEWHERE}")
 
 
-def _another(out: str) -> DataError:
-    return DataError(f"{out} is a finished build of other data or settings: {ELSEWHERE}")
+def _another(out: str, differences: str) -> DataError:
+    said = f"{out} is a finished build of other data or settings ({differences})"
+    return DataError(f"{said}: {ELSEWHERE}")
+
+
+def _differences(was: dict[str, Any], now: dict[str, Any]) -> str:
+    """What of two descriptions differs, such as `seed 0, now 1`: three things at most."""
+    both = [
+        {name: value for name, value in of.items() if name != "settings"} | of.get("settings", {})
+        for of in (was, now)
+    ]
+    names = [name for name in both[0] | both[1] if both[0].get(name) != both[1].get(name)]
+    briefs = [[_brief(of.get(name)) for of in both] for name in names[:3]]
+    said = [
+        f"{name} {before}, now {after}" if before != after else name
+        for name, (before, after) in zip(names, briefs, strict=False)
+    ]
+    return "; ".join(said) + f"; {len(names) - 3} more" * (len(names) > 3)
+
+
+def _brief(value: Any) -> str:
+    """A setting in a few words: a name or a folder of a table, and the end of what is long."""
+    if isinstance(value, dict):
+        value = value.get("name") or value.get("data_root") or ""
+    elif isinstance(value, list):
+        value = ", ".join(filter(None, map(_brief, value)))
+    text = "unset" if value is None else str(value)
+    return text if len(text) <= _MOST_BRIEF else f"...{text[-_MOST_BRIEF:]}"
 
 
 @contextmanager

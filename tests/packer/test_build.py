@@ -221,12 +221,16 @@ def test_a_finished_build_is_left_alone_and_other_settings_are_refused(dataset, 
     before = digests(out)
     assert build(dataset, out).already_complete
     assert digests(out) == before
-    with pytest.raises(DataError, match="finished build of other data or settings"):
+    another = "finished build of other data or settings"
+    with pytest.raises(DataError, match=rf"{another} \(seed 0, now 1\): choose"):
         build(dataset, out, seed=1)
-    with pytest.raises(DataError, match="finished build of other data or settings"):
+    with pytest.raises(DataError, match=rf"{another} \(.*model tiny, now internvl_1_5"):
         build(dataset, out, model="internvl_1_5")
+    many = {"seed": 1, "max_seq_len": 300, "shard_mb": 1, "isf_iterations": 3}
+    with pytest.raises(DataError, match=rf"{another} \(shard_mb .*; .*; .*; 1 more\)"):
+        build(dataset, out, **many)
     other = write_dataset(tmp_path / dataset.name, [record(1)])
-    with pytest.raises(DataError, match="finished build of other data or settings"):
+    with pytest.raises(DataError, match=rf"{another} \(raw_files\)"):
         build(other, out)
     with pytest.raises(DataError, match="no dataset"):
         build(tmp_path / "nowhere", out)
@@ -316,8 +320,13 @@ def test_an_unfinished_build_of_other_settings_is_not_continued(dataset, tmp_pat
         patch.setattr(Partition, "_write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build(dataset, tmp_path / "out")
-    with pytest.raises(DataError, match="unfinished build of other data or settings"):
+    another = "unfinished build of other data or settings"
+    with pytest.raises(DataError, match=rf"{another} \(seed 0, now 3\): finish"):
         build(dataset, tmp_path / "out", seed=3)
+    root = tmp_path / "elsewhere"
+    root.mkdir()
+    with pytest.raises(DataError, match=rf"{another} \(raw_files .*, now .*elsewhere\): finish"):
+        build(dataset, tmp_path / "out", data_root=str(root))
 
 
 @pytest.mark.parametrize(
