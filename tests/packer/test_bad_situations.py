@@ -272,7 +272,7 @@ def test_columns_that_are_not_there(raw, tmp_path):
     ("name", "content", "message"),
     [
         ("dataset_info.json", {"a": {"file_name": "a.json", "weight": 2}}, "key 'weight'; known: "),
-        ("mix.yaml", {"datasets": [{"json_path": "a.json", "weight": 2}]}, "key 'weight'; known: js"),
+        ("mix.yaml", {"datasets": [{"json_path": "a.json", "weight": 2}]}, "key 'weight'; known: "),
     ],
 )
 def test_a_description_with_a_key_that_is_not_read(tmp_path, name, content, message):
