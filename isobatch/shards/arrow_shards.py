@@ -6,10 +6,11 @@ copy until an image is decoded. With refs, paths replace the bytes of images and
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -78,6 +79,14 @@ def shard_schema(*, refs: bool, videos: bool = False, extras: ExtraTypes = NO_EX
         fields = [(name, _EXTRAS[kind]) for name, kind in extras.items()]
         columns.append((EXTRAS, pa.struct(fields)))
     return pa.schema(columns)
+
+
+_COLUMNS: dict[str, pa.DataType] = {
+    field.name: field.type
+    for refs in (False, True)
+    for field in shard_schema(refs=refs, videos=True)
+}
+"""Columns that a shard may have, but for the extras."""
 
 
 # --- writing ---
@@ -171,8 +180,7 @@ def read_schema(head: bytes | GroupBytes) -> pa.Schema:
     Raises pa.ArrowException, OSError or ValueError if it is no Arrow file, or no shard.
     """
     schema = pa.ipc.read_schema(pa.BufferReader(head[MAGIC_BYTES:]))
-    known = [*shard_schema(refs=False), *shard_schema(refs=True, videos=True)]
-    if strangers := [field.name for field in schema if field not in known]:
+    if strangers := [field.name for field in schema if _COLUMNS.get(field.name) != field.type]:
         raise ValueError(f"columns that no shard has: {strangers[0]!r}")
     return schema
 
@@ -193,21 +201,47 @@ def stored_rows(content: GroupBytes, schema: pa.Schema) -> pa.RecordBatch:
     return batch
 
 
+class _Layout(NamedTuple):
+    """Where columns lie among the buffers of a record batch."""
+
+    offsets: dict[str, int]
+    """List column -> its buffer of offsets; that of its values' presence and its values follow."""
+    presence: tuple[int, ...]
+    """Buffers that are there only where a value may be missing."""
+
+
+@lru_cache
+def _layout(names: tuple[str, ...]) -> _Layout:
+    """Of a shard with these columns; each buffer of a column is behind those of the one before."""
+    offsets, presence, place = {}, [], 1  # the first is that of the rows' own presence
+    for name in names:
+        if name == EXTRAS:  # the last; its values may be missing
+            break
+        presence.append(place)
+        if pa.types.is_list(_COLUMNS[name]):
+            offsets[name] = place + 1
+            place += 2
+            presence.append(place)
+        place += 2 if _COLUMNS[name] in (_INTS, _RATES) else 3
+    return _Layout(offsets, tuple(presence))
+
+
 class GroupColumns:
     """Columns of a group's record batch, as views into its bytes. DECODE_ERRORS if damaged."""
 
     def __init__(self, content: GroupBytes, schema: pa.Schema) -> None:
-        self._batch = pa.ipc.read_record_batch(content, schema)
-        # damaged offsets would otherwise be followed outside of the buffers
-        self._batch.validate(full=True)
-        self.borders: dict[str, tuple[int, ...]] = {}
+        # validated: damaged offsets would otherwise be followed outside of the buffers
+        self._batch = stored_rows(content, schema)
+        self._offsets, presence = _layout(tuple(schema.names))
+        # of all columns at once, in a third of the time that an array of each would take
+        self._buffers: list[pa.Buffer | None] = self._batch.to_struct_array().buffers()
+        if any(self._buffers[place] is not None for place in presence):
+            raise ValueError("a value is missing")
+        read = Struct(f"<{len(self._batch) + 1}i").unpack_from
+        self.borders: dict[str, tuple[int, ...]] = {
+            name: read(self._buffers[place]) for name, place in self._offsets.items()
+        }
         """List column -> borders of its rows among its values."""
-        for name, column in zip(schema.names, self._batch.columns, strict=True):
-            if column.null_count and name != EXTRAS:
-                raise ValueError("a value is missing")
-            if pa.types.is_list(column.type):
-                numbers = _numbers(column.buffers()[1], np.int32, 0, len(column) + 1)
-                self.borders[name] = tuple(numbers.tolist())
 
     def column(self, name: str) -> pa.Array:
         """A column, with an entry per sample."""
@@ -216,17 +250,17 @@ class GroupColumns:
     def numbers(self, name: str) -> NDArray[Any]:
         """The values of a list column of numbers."""
         first, *_, last = self.borders[name]
-        values = self.column(name).values
-        return _numbers(values.buffers()[1], values.type.to_pandas_dtype(), first, last)
+        kind = np.float64 if _COLUMNS[name] == _RATES else np.int32
+        return _numbers(self._buffers[self._offsets[name] + 2], kind, first, last)
 
     def files(self, name: str) -> list[memoryview]:
         """The values of a column of lists of bytes or texts."""
         first, *_, last = self.borders[name]
-        values = self.column(name).values
-        _, offsets, data = values.buffers()
+        place = self._offsets[name] + 2
+        data = self._buffers[place + 1]
         if first == last or data is None:
             return [memoryview(b"")] * (last - first)
-        places = _numbers(offsets, np.int32, first, last + 1).tolist()
+        places = _numbers(self._buffers[place], np.int32, first, last + 1).tolist()
         content = memoryview(data)
         return [content[begin:end] for begin, end in pairwise(places)]
 

@@ -6,7 +6,6 @@ changed since would no longer fill them. So each image's size and each clip's le
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -44,14 +43,12 @@ def make_batch(
 
     `are_padded`: whether it is planned to be padded.
     """
-    batch = collate(raw, model, config, totals, seeds)
+    batch = collate(raw, model, config, totals, seeds, are_padded)
     if len(batch.sample_ids) != len(seeds.samples):  # skipped ones are in it, without labels
         raise IsobatchError(
             f"a micro-batch of {len(seeds.samples)} samples has {len(batch.sample_ids)}: that is "
             "an error of Isobatch's; please report it"
         )
-    builds = tuple(build for build, *_ in seeds.samples)
-    batch = replace(batch, is_padded=are_padded, sample_builds=builds)
     if config.batch_transform is not None:
         batch = transform_batch(config.batch_transform, batch, raw.where, seeds)
     return batch
@@ -63,11 +60,13 @@ def collate(
     config: LoaderConfig,
     totals: StepTotals,
     seeds: SampleSeeds | None = None,
+    are_padded: bool = False,
 ) -> MicroBatch:
     """The micro-batch of a group.
 
-    `seeds` are for the `image_transform` of `config`, which is not applied without them. DataError
-    names a sample with an unusable file; ConfigError if `model` has no rule for clips or videos.
+    `seeds` say the samples' builds, and are for the `image_transform` of `config`, which is not
+    applied without them. DataError names a sample with an unusable file; ConfigError if `model` has
+    no rule for clips or videos.
     """
     labels = torch.from_numpy(raw.labels.astype(np.int64))
     counted = _count(len(raw.input_ids))
@@ -111,6 +110,8 @@ def collate(
         num_ranks=config.ranks()[1] if config.shuffle else 1,
         micro_batches_per_step=config.micro_batches_per_step,
         gradients=config.gradients,
+        is_padded=are_padded,
+        sample_builds=tuple([build for build, *_ in seeds.samples]) if seeds else (),
     )
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from isobatch.common.errors import ConfigError
@@ -66,7 +65,10 @@ def _wrapper() -> str:
     global _found, _num_searches  # noqa: PLW0603
     if not _found and _num_searches < WATCHED:
         _num_searches += 1
-        kinds: tuple[type, ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+        # whoever has not imported FSDP or DeepSpeed uses none; FSDP's import takes half a second
+        kinds: tuple[type, ...] = (DistributedDataParallel,)
+        if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+            kinds = (*kinds, fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
         if (deepspeed := sys.modules.get("deepspeed")) is not None:
             kinds = (*kinds, deepspeed.DeepSpeedEngine)
         # not `isinstance`, for which some objects import or load what they stand for
@@ -74,7 +76,9 @@ def _wrapper() -> str:
         for wrapper in wrappers:
             # a hook of the user's, by which DDP joins gradients, may take sums
             if not getattr(wrapper, "_comm_hooks", ()):
-                _found = "FSDP" if isinstance(wrapper, FSDPModule) else type(wrapper).__name__
+                name = type(wrapper).__name__
+                # `fully_shard` names a class after the module's
+                _found = "FSDP" if name.startswith("FSDP") else name
                 break
     return _found
 
