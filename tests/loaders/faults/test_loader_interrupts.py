@@ -26,7 +26,8 @@ START_S = 120
 """For a cold, shared machine to import torch, in the DataLoader's worker once more; then the run is
 killed.
 """
-LET_GO_S = 5
+LET_GO_S = 30
+"""The stall would take ten minutes."""
 INTERPRETER_S = 60
 """For the end of an interpreter that has imported torch: seconds of computing, 15 on a busy
 machine.

@@ -280,7 +280,7 @@ def test_a_hub_out_of_reach_is_one_line_at_once(
     with pytest.raises(ConfigError, match="the Hub cannot be reached and its cache here has no"):
         find_model("owner/none-such")
     files._hub_answers.cache_clear()
-    assert time.monotonic() - begun < 5  # its client would try for 24 s
+    assert time.monotonic() - begun < 12  # its client would try for 24 s
     assert (caplog.text, *capfd.readouterr()) == ("", "", "")
 
 
