@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,11 +139,12 @@ def test_videos_are_those_of_a_build(tmp_path):
     assert all(own[3][0] == 0 < own[3][1] for own in found[0].values())
 
 
-def test_absolute_paths(rows, built, folder):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_absolute_paths(rows, built, folder, kind):
     def absolute(row):
         names = row.get("image", [])
         names = [names] if isinstance(names, str) else names
-        return row | {"image": [str(folder / name) for name in names]}
+        return row | {"image": [kind(folder / name) for name in names]}
 
     (loader,) = open_ranks(rows, 1, "elsewhere", transform=absolute, pixel_dtype=torch.uint8)
     assert samples_of(batches_of([loader]), loader.image_token_id) == built
@@ -180,6 +182,7 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
         {"id": "s902", "text_only": "no known key"},
         record(903, answer="word " * 2000),
         "no object",
+        record(905, ["https://x.org/1.jpg"]),
     ]
     (loader,) = open_ranks(rows + bad, 1, folder, max_rejected=0.2)
     names = [name for batch in batches_of([loader]) for name in batch.sample_ids]
@@ -191,12 +194,14 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
         2: "no_conversation",
         3: "longer_than_max_seq_len",
         4: "not_an_object",
+        5: "image_url",
     }
     details = {each.reason: each.detail for each in loader.rejected}
     assert details["missing_image"] == str(folder / "images" / "missing.jpg")
+    assert details["image_url"].startswith("https://x.org/1.jpg: download it first")
     report = loader.report()
     assert report["rejected"] == dict.fromkeys(reasons.values(), 1)
-    assert report["measured"] == len(rows) + 5
+    assert report["measured"] == len(rows) + 6
     loader.close()
     # opened pictures, of modes that PNG has not, and that cannot be read any more
     file = BytesIO()
@@ -432,6 +437,21 @@ def test_wrong_use_is_one_line(rows, folder):
     loader.close()
     with pytest.raises(ConfigError, match="closed"):
         next(iter(loader))
+
+
+def test_a_column_to_keep_that_no_record_has_is_named(rows, folder, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows))
+    for dataset in (rows, file):
+        with pytest.warns(UserWarning, match="no 'scroe' .* first records, which have .*image"):
+            open_ranks(dataset, 1, folder, keep_columns=("id", "scroe"))[0].close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = {"keep_columns": ("conversations",), "columns": {"conversations": "chat"}}
+        renamed = [{"chat": row["conversations"]} for row in rows]
+        open_ranks(renamed, 1, folder, **kept)[0].close()
+        late = [*rows[:20], rows[20] | {"score": 1.5}]
+        open_ranks(late, 1, folder, keep_columns=("score",))[0].close()
 
 
 def late_pictures(folder):
