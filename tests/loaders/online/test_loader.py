@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_absolute_paths(rows, built, folder, kind):
         names = [names] if isinstance(names, str) else names
         return row | {"image": [kind(folder / name) for name in names]}
 
-    (loader,) = open_ranks(rows, 1, "elsewhere", transform=absolute, pixel_dtype=torch.uint8)
+    (loader,) = open_ranks(rows, 1, folder.parent, transform=absolute, pixel_dtype=torch.uint8)
     assert samples_of(batches_of([loader]), loader.image_token_id) == built
     loader.close()
 
@@ -173,7 +174,7 @@ def test_resumes_on_other_ranks(rows, folder):
         loader.close()
 
 
-def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
+def test_rejected_samples_are_counted_and_training_goes_on(rows, folder, capfd):
     broken = folder / "images" / "broken.jpg"
     broken.write_bytes(b"no image")
     bad = [
@@ -202,6 +203,11 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
     report = loader.report()
     assert report["rejected"] == dict.fromkeys(reasons.values(), 1)
     assert report["measured"] == len(rows) + 6
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "cannot be used" in line)
+    assert re.match(
+        r"note: [1-6] of 40 samples cannot be used so far: 1 \w+, .*; the first is", line
+    )
+    assert line.endswith("the loader's `rejected` lists them")
     loader.close()
     # opened pictures, of modes that PNG has not, and that cannot be read any more
     file = BytesIO()
@@ -416,6 +422,7 @@ def test_wrong_use_is_one_line(rows, folder):
         "max_rejected is 2": {"max_rejected": 2.0},
         "max_tokens is '4k'": {"max_tokens": "4k"},
         "give the tokenizer": {"model": "qwen2_vl"},
+        "data_root is s3://a/b, which is no folder here": {"data_root": "s3://a/b"},
     }
     tokens = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 30
     for options in ({}, {"model": "qwen2_vl"}, {"model": None, "max_tokens": None}):
