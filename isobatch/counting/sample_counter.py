@@ -250,8 +250,9 @@ class SampleCounter:
             files = chain(sample.images, sample.videos, sample.audios)
             files = chain.from_iterable((file, *file.frames) for file in files)
             names = tuple(file.name for file in files if file.name and file.data is None)
-            # with a base, names are under `/`, and a user's have it
+            # with a base, names that are no URLs are under `/`, and a user's have it
             is_cut = self._settings.base is not None and problem.detail.startswith(names)
+            is_cut &= not problem.reason.endswith("_url")
             return _reject(sample, problem.reason, "/" * is_cut + problem.detail)
         return sample, images, videos, audios
 

@@ -59,6 +59,12 @@ def open_counter(
 ) -> RecordCounter:
     """The counter of `model=`, `processor=` or `encode=`. ConfigError unless options fit."""
     _check(options, config)
+    root = options.data_root
+    if places is None and root is not None and not Path(root).is_dir():
+        raise ConfigError(
+            f"data_root is {root}, which is no folder here; files of records in "
+            "memory begin at one, or have absolute paths"
+        )
     kind: Any = RecordCounter
     if options.encode is not None:
         kind = partial(EncodedCounter, encode=options.encode, cache_key=options.cache_key)

@@ -1,6 +1,7 @@
 """Records of a dataset that is named by its place, by the packer's sources."""
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -97,21 +98,29 @@ def _of_rank(dataset: Any, packing: PackingConfig, config: LoaderConfig) -> Any:
     return dataset
 
 
-def require_columns(records: Records, columns: Mapping[str, str] | None) -> None:
-    """ConfigError if no record in memory, of the first ones, has a column that is named.
+def require_columns(records: Records, packing: PackingConfig, *, tells: bool) -> None:
+    """ConfigError if no record in memory, of the first ones, has a column that is renamed.
 
-    Of a stream nobody knows before it is read.
+    A warning for one to keep, if this process `tells`: later records may have it. Of a stream
+    nobody knows before it is read.
     """
-    named = named_columns((columns or {}).items())
-    if named is None or records.places is not None or isinstance(records, StreamRecords):
+    columns = packing.columns or {}
+    named = named_columns(columns.items()) if records.places is None else None
+    theirs = named.theirs if named else set[str]()
+    missing = theirs | set(packing.keep_columns) - columns.keys()
+    keys = set[str]()
+    if not missing or isinstance(records, StreamRecords):
         return
-    keys, missing = set[str](), named.theirs
     for start in range(0, min(len(records), FIRST_RECORDS), CHECKED_TOGETHER):
         rows = np.arange(start, min(start + CHECKED_TOGETHER, len(records)))
-        for value in records.take(rows):
+        for record in records.take(rows):
+            value = getattr(record, "value", record)  # of a `RawRecord` its content
             keys |= {str(key) for key in value} if isinstance(value, Mapping) else set()
         if not (missing := missing - keys):
             return
-    if missing:
-        has = ", ".join(sorted(keys))[:300]
-        raise ConfigError(f"columns: no {sorted(missing)[0]!r} in the first records: {has}")
+    has = ", ".join(sorted(keys))[:300]
+    if wrong := sorted(missing & theirs):
+        raise ConfigError(f"columns: no {wrong[0]!r} in the first records: {has}")
+    if tells:
+        line = f"no {min(missing)!r} (keep_columns) in the first records, which have {has}"
+        warnings.warn(line, stacklevel=2)

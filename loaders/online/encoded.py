@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,4 +109,4 @@ def _media(media: Any) -> tuple[list[Any], dict[str, Tensor]]:
         return [], arrays
     if isinstance(media, str | bytes) or not isinstance(media, Sequence | None):
         raise TypeError(f"media is a {type(media).__name__}; give a list of images, or a dict")
-    return [str(image) if isinstance(image, Path) else image for image in media or ()], {}
+    return list(media or ()), {}

@@ -107,7 +107,7 @@ class SampleLengths:
         _add_sources(self.never_read, table.never_read)
         """Source -> keys of the measured records that nothing reads, on all ranks."""
         self._new_never_read: dict[str, NeverRead] = {}
-        self._has_told = not options.tells
+        self._has_told = self._has_told_rejected = not options.tells
         self.sources = table.sources
         self._source_numbers = {name: number for number, name in enumerate(self.sources)}
         self.num_measured = int(np.count_nonzero(table.rows[:, STATUS]))
@@ -361,8 +361,12 @@ class SampleLengths:
     def _tell_never_read(self) -> None:
         """Say once, after the first window, which keys of the records nothing reads."""
         if not self._has_told and (line := never_read_line(self.never_read)):
-            messages.print(f"note: {visible(line)}", markup=False, highlight=False, soft_wrap=True)
+            self._tell(line)
         self._has_told = True
+
+    @staticmethod
+    def _tell(line: str) -> None:
+        messages.print(f"note: {visible(line)}", markup=False, highlight=False, soft_wrap=True)
 
     def _existing(self, samples: IntArray) -> IntArray:
         return samples  # of a stream some are not there
@@ -394,22 +398,31 @@ class SampleLengths:
         self.rejected |= {sample.index: sample for sample in rejected}
 
     def _check_rejected(self) -> None:
-        """DataError if too many samples cannot be used; the same on all ranks."""
+        """DataError if too many samples cannot be used; the same on all ranks.
+
+        The first that are fewer are told once.
+        """
         rejected = [*self.rejected.values()]  # threads that read may add others
         reasons = Counter(sample.reason for sample in rejected)
         number = sum(count for reason, count in reasons.items() if reason not in BY_CHOICE)
         max_share, measured = self._packing.max_rejected, self.num_measured
-        if number > max_share * measured and measured >= min(self._min_measured, len(self)):
-            listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(5))
-            most_common = next(
-                reason for reason, _ in reasons.most_common() if reason not in BY_CHOICE
-            )
-            first = next(sample for sample in rejected if sample.reason == most_common)
+        is_over = number > max_share * measured
+        is_over &= measured >= min(self._min_measured, len(self))
+        if not number or (self._has_told_rejected and not is_over):
+            return
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(5))
+        most_common = next(reason for reason, _ in reasons.most_common() if reason not in BY_CHOICE)
+        first = next(sample for sample in rejected if sample.reason == most_common)
+        line = f"{number:,} of {measured:,} samples cannot be used"
+        why = f"{listed}; the first is {first.sample_id} ({first.detail})"
+        why += where_missing(reasons, "data_root=")
+        if is_over:
             raise DataError(
-                f"{number:,} of {measured:,} samples cannot be used, more than max_rejected="
-                f"{max_share:g} allows: {listed}; the first is {first.sample_id} ({first.detail})"
-                f"{where_missing(reasons, 'data_root=')}. Repair the data, or raise max_rejected"
+                f"{line}, more than max_rejected={max_share:g} allows: {why}. Repair the data, or "
+                "raise max_rejected"
             )
+        self._tell(f"{line} so far: {why}; the loader's `rejected` lists them")
+        self._has_told_rejected = True
 
 
 def _add_sources(never_read: dict[str, NeverRead], more: dict[str, NeverRead]) -> None:

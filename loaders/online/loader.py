@@ -90,7 +90,7 @@ class BalancedLoader(StepStream):
         records = self._open_records(dataset, shows=is_leader)
         packing = self._packing
         self._counter = counter = open_counter(packing, config, records.places)
-        require_columns(records, packing.columns)
+        require_columns(records, packing, tells=is_leader)
         self.model, self.vocab_size = counter.model, counter.vocab_size
         self.image_token_id = counter.image_token_id
         self.video_token_id = counter.tokenizer.video_token_id

@@ -6,6 +6,7 @@ cannot give is one that says why, and costs no run.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -56,7 +57,7 @@ class Records:
             raise ConfigError(
                 f"dataset is a {type(dataset).__name__}; give {split}a list of records, a map-"
                 "style torch Dataset, a datasets.Dataset, the file, folder, bucket or Hub id of the"
-                " data, or with measure='own' an IterableDataset of samples that have input_ids"
+                " data, or with measure='own' an IterableDataset"
             )
         if as_files and _has_columns(dataset):
             dataset = _Undecoded(dataset)
@@ -190,6 +191,8 @@ def _has_room(image: Image.Image, colour: object) -> bool:
 
 def _digest(value: object) -> str:
     """Of what JSON does not hold."""
+    if isinstance(value, os.PathLike):
+        value = os.fsencode(value)
     content = value if isinstance(value, bytes) else repr(type(value)).encode()
     if not isinstance(value, bytes):
         with suppress(Exception):  # of classes of the user's

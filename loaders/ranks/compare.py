@@ -32,8 +32,8 @@ WARNED = "/warned"
 MOST_VALUES, MOST_LETTERS = 3, 100
 """What an error shows of a field."""
 _PARTS = (
-    "give every rank the whole dataset, or, where each has a part of its own, measure='own' and "
-    "is_sharded=True"
+    "give every rank the whole dataset in the same order, or, where each has a part of its own, "
+    "measure='own' and is_sharded=True"
 )
 
 

@@ -403,7 +403,9 @@ class WindowGroups(GroupTable):
             if num_read == len(lengths) and not settings.shuffle:
                 groups = cut_groups(groups, settings.ranks, planned_before - self._num_taken)
             if num_read == len(lengths) and not len(groups) + planned_before:
-                raise DataError(f"none of the {num_read} samples can be used; see `rejected`")
+                raise DataError(
+                    "no sample can be used; `rejected` says why, or is empty: then there is none"
+                )
             sums = self._sums(groups)
             times = measured - begun, time.perf_counter() - measured
             cap = self.limits.max_seq_len if self.limits else 0

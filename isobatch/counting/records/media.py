@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike, fsdecode
 from os.path import abspath, join, normpath
 from pathlib import PurePosixPath
 from typing import IO, Any, Protocol
@@ -285,6 +286,8 @@ def media_of(value: Any, kind: str) -> Media:
     """
     if isinstance(value, Media):
         return value
+    if isinstance(value, PathLike):
+        value = fsdecode(value)
     if kind == "video" and isinstance(value, list | tuple):
         return _film([media_of(one, "image") for one in value])
     if isinstance(value, bytes):

@@ -260,9 +260,15 @@ def _check_media(batch: MicroBatch, config: Any, family: ModelFamily) -> None:
             "images are whole (images='resized') or files ('encoded'), which no model takes; leave "
             "out the loader's images="
         )
-    if (batch.image_grid_thw is not None) != family.is_native:
+    is_other = (batch.image_grid_thw is not None) != family.is_native
+    if family.is_native and not is_other and len(batch.pixel_values):
+        # rows of patches of this side, of one frame or two
+        values = 3 * config.vision_config.patch_size**2
+        is_other = batch.pixel_values.shape[1:].numel() not in (values, 2 * values)
+    if is_other:
         raise ConfigError(
-            f"the micro-batch was not made for {config.model_type}; build with that model's preset"
+            f"the micro-batch was not made for {config.model_type}; build with that model's preset,"
+            " or give the loader that model"
         )
     if _has_clips(batch) and family.blank_clip is None:
         raise ConfigError(

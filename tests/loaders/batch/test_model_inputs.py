@@ -398,6 +398,11 @@ def test_what_cannot_be_run_is_refused(name, model):
     other = "llava" if name.startswith("qwen") else "qwen2_vl"
     with pytest.raises(ConfigError, match="not made for"):
         model_inputs(pack(name, samples), make_config(other))
+    if name.startswith("qwen"):  # as those of Qwen2.5-VL are for Qwen3-VL
+        other = make_config(name)
+        other.vision_config.patch_size += 2
+        with pytest.raises(ConfigError, match=r"not made for .* give the loader that model"):
+            model_inputs(pack(name, samples), other)
     with pytest.raises(ConfigError, match="leave out the loader's images="):
         model_inputs(dataclasses.replace(pack(name, samples), images=[b"file"]), model.config)
     clip = {"audio_values": torch.zeros(1600), "audio_lengths": torch.tensor([1600])}

@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import re
 import warnings
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,13 +140,14 @@ def test_videos_are_those_of_a_build(tmp_path):
     assert all(own[3][0] == 0 < own[3][1] for own in found[0].values())
 
 
-def test_absolute_paths(rows, built, folder):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_absolute_paths(rows, built, folder, kind):
     def absolute(row):
         names = row.get("image", [])
         names = [names] if isinstance(names, str) else names
-        return row | {"image": [str(folder / name) for name in names]}
+        return row | {"image": [kind(folder / name) for name in names]}
 
-    (loader,) = open_ranks(rows, 1, "elsewhere", transform=absolute, pixel_dtype=torch.uint8)
+    (loader,) = open_ranks(rows, 1, folder.parent, transform=absolute, pixel_dtype=torch.uint8)
     assert samples_of(batches_of([loader]), loader.image_token_id) == built
     loader.close()
 
@@ -171,7 +174,7 @@ def test_resumes_on_other_ranks(rows, folder):
         loader.close()
 
 
-def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
+def test_rejected_samples_are_counted_and_training_goes_on(rows, folder, capfd):
     broken = folder / "images" / "broken.jpg"
     broken.write_bytes(b"no image")
     bad = [
@@ -180,6 +183,7 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
         {"id": "s902", "text_only": "no known key"},
         record(903, answer="word " * 2000),
         "no object",
+        record(905, ["https://x.org/1.jpg"]),
     ]
     (loader,) = open_ranks(rows + bad, 1, folder, max_rejected=0.2)
     names = [name for batch in batches_of([loader]) for name in batch.sample_ids]
@@ -191,12 +195,19 @@ def test_rejected_samples_are_counted_and_training_goes_on(rows, folder):
         2: "no_conversation",
         3: "longer_than_max_seq_len",
         4: "not_an_object",
+        5: "image_url",
     }
     details = {each.reason: each.detail for each in loader.rejected}
     assert details["missing_image"] == str(folder / "images" / "missing.jpg")
+    assert details["image_url"].startswith("https://x.org/1.jpg: download it first")
     report = loader.report()
     assert report["rejected"] == dict.fromkeys(reasons.values(), 1)
-    assert report["measured"] == len(rows) + 5
+    assert report["measured"] == len(rows) + 6
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "cannot be used" in line)
+    assert re.match(
+        r"note: [1-6] of 40 samples cannot be used so far: 1 \w+, .*; the first is", line
+    )
+    assert line.endswith("the loader's `rejected` lists them")
     loader.close()
     # opened pictures, of modes that PNG has not, and that cannot be read any more
     file = BytesIO()
@@ -411,6 +422,7 @@ def test_wrong_use_is_one_line(rows, folder):
         "max_rejected is 2": {"max_rejected": 2.0},
         "max_tokens is '4k'": {"max_tokens": "4k"},
         "give the tokenizer": {"model": "qwen2_vl"},
+        "data_root is s3://a/b, which is no folder here": {"data_root": "s3://a/b"},
     }
     tokens = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 30
     for options in ({}, {"model": "qwen2_vl"}, {"model": None, "max_tokens": None}):
@@ -432,6 +444,21 @@ def test_wrong_use_is_one_line(rows, folder):
     loader.close()
     with pytest.raises(ConfigError, match="closed"):
         next(iter(loader))
+
+
+def test_a_column_to_keep_that_no_record_has_is_named(rows, folder, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows))
+    for dataset in (rows, file):
+        with pytest.warns(UserWarning, match="no 'scroe' .* first records, which have .*image"):
+            open_ranks(dataset, 1, folder, keep_columns=("id", "scroe"))[0].close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = {"keep_columns": ("conversations",), "columns": {"conversations": "chat"}}
+        renamed = [{"chat": row["conversations"]} for row in rows]
+        open_ranks(renamed, 1, folder, **kept)[0].close()
+        late = [*rows[:20], rows[20] | {"score": 1.5}]
+        open_ranks(late, 1, folder, keep_columns=("score",))[0].close()
 
 
 def late_pictures(folder):

@@ -448,7 +448,7 @@ def test_errors_in_one_line():
     with pytest.raises(ConfigError, match="StreamingLoader"):
         ranks[0].load({key: value for key, value in state.items() if key != "dataset"})
     (broken,) = make_ranks(lambda: Lengths(30, 5, bad=1.1), 1, 1, window=10)
-    with pytest.raises(DataError, match="none of the 30 samples"):
+    with pytest.raises(DataError, match="no sample can be used; `rejected` says why"):
         take_step([broken])
 
 
