@@ -13,10 +13,11 @@ from isobatch.common.command_line import (
     JsonOption,
     new_app,
     read_config,
+    require_writable,
     run_app,
     with_options,
 )
-from isobatch.common.config import options_of
+from isobatch.common.config import options_of, preset_names
 from isobatch.common.consoles import messages, print_line
 from isobatch.engine.charts.trace import write_trace
 from isobatch.engine.plan_config import BEST, PlanConfig, changed_request, plan_request
@@ -35,12 +36,11 @@ from isobatch.engine.planning.planner import ScheduleTrial, SimulatedRun, plan_b
 from isobatch.engine.planning.search.limits import SearchLimits
 from isobatch.engine.planning.trainers.plan_for import TrainerPlan, plan_for
 from isobatch.engine.planning.trainers.settings import FILES, settings_text
+from isobatch.engine.simulator.schedule import SCHEDULES
 
 PLAN_NAME, TRACE_NAME = "plan.json", "trace.json"
 FREE_SHARE = 0.5
 """Share of the time for the plan without a trainer's restrictions, where one is asked for."""
-CHANGES = ("schedule", "micro_batches", "cluster", "memory_gib")
-"""Fields of `PlanConfig` that a simulation may change."""
 
 app = new_app(
     "engine",
@@ -74,6 +74,8 @@ def plan(
     """
     begun = time.monotonic()
     options = read_config(PlanConfig, context, command="engine plan")
+    if out is not None:
+        require_writable("--out", out)
     with messages.status("reading") as status:
         request, random = plan_request(options)
         status.update("planning")
@@ -117,12 +119,27 @@ def plan(
 
 
 @app.command()
-@with_options(PlanConfig, *CHANGES)
 def simulate(
-    context: typer.Context,
     plan_file: Annotated[
         Path, typer.Argument(help="plan.json of `python -m engine plan`.", metavar="PLAN")
     ],
+    schedule: Annotated[
+        str | None, typer.Option(help=f"{', '.join(SCHEDULES)}. Default: the plan's.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Per step and replica. Default: the plan's.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Preset, or a .toml file: {', '.join(preset_names('clusters'))}. Default: the"
+            " plan's."
+        ),
+    ] = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB of a GPU that may be used. Default: the plan's, or --cluster's."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for trace.json.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -132,7 +149,7 @@ def simulate(
     micro-batches and the cluster may be others.
     """
     read = read_plan(plan_file)
-    request = changed_request(read, **{name: context.params[name] for name in CHANGES})
+    request = changed_request(read, schedule, micro_batches, cluster, memory_gib)
     run = planner.simulate_run(
         request,
         "simulated",

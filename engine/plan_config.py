@@ -169,9 +169,7 @@ class PlanConfig:
         if self.samples != 1:
             options.append("samples")
         if options:
-            raise ConfigError(
-                f"a build says for itself what its {', '.join(options)} are; leave those out"
-            )
+            raise ConfigError(f"a build has its own {', '.join(options)}; leave that out")
         if "://" in build:
             raise ConfigError(
                 f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, "

@@ -27,7 +27,7 @@ from isobatch.common.command_line import (
 from isobatch.common.config import options_of
 from isobatch.common.errors import ConfigError
 from isobatch.engine.train.dry_run import dry_run
-from isobatch.engine.train.launch import is_first_rank, join_ranks
+from isobatch.engine.train.launch import is_first_rank, join_ranks, require_outputs
 from isobatch.engine.train.measure import measure
 from isobatch.engine.train.options import MeasureConfig, RunConfig, TrainConfig
 from isobatch.engine.train.shutdown import StoppedBySignal, is_mine_to_print
@@ -88,12 +88,15 @@ def _train(config: TrainConfig) -> None:
     if not config.dry_run:
         _run(train, config)
     elif is_first_rank():
+        require_outputs(config)
         dry_run(config, StreamingLoader)
 
 
 def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfig) -> None:
     try:
-        work(config, StreamingLoader, join_ranks(config))
+        device = join_ranks(config)
+        require_outputs(config)
+        work(config, StreamingLoader, device)
     except StoppedBySignal as error:
         if is_first_rank():
             print_error(str(error))

@@ -17,6 +17,7 @@ from isobatch.engine.plan_report import print_plan, report_console
 from isobatch.engine.planning.build_steps import read_build
 from isobatch.engine.planning.plan import PlanRequest, read_plan
 from isobatch.engine.planning.planner import make_plan, simulate_run
+from isobatch.engine.runtime.optimizer.main_weights import MainWeights
 from isobatch.engine.train.layout import (
     layout_text,
     make_layout,
@@ -55,13 +56,13 @@ def dry_run(config: TrainConfig, open_source: OpenSource) -> None:
     trained: dict[str, Any] = {part: part not in frozen for part in PARTS}
     build = read_build(Path(config.build))
     count = num_micro_batches(config, plan)
+    mode = config.training_mode(plan.training.mode if plan else None)
+    MainWeights([], mode, None)  # for its errors
     request = PlanRequest(
         model=model.preset,
         cluster=cluster,
         parallel=Parallelism(pp=len(pipelines[0]), dp=dp),
-        training=Training(
-            mode=config.training_mode(plan.training.mode if plan else None), **trained
-        ),
+        training=Training(mode=mode, **trained),
         schedule=layout.schedule,
         stages_per_rank=layout.stages_per_rank,
         num_micro_batches=count,

@@ -5,8 +5,14 @@ import os
 import torch
 import torch.distributed as dist
 
+from isobatch.common.command_line import WRONG_CALL, require_writable
 from isobatch.common.errors import ConfigError
+from isobatch.engine.runtime.communication.collectives import any_rank
 from isobatch.engine.train.options import RunConfig
+
+FILES = ("figures", "trace")
+OUTPUTS = (*FILES, "state", "export", "out")
+"""Options that name what is written."""
 
 
 def join_ranks(config: RunConfig) -> torch.device:
@@ -30,6 +36,22 @@ def join_ranks(config: RunConfig) -> torch.device:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return device
+
+
+def require_outputs(config: RunConfig) -> None:
+    """Raise ConfigError if the first rank, which writes, cannot write an output of the run.
+
+    All ranks call it; the others exit then. Else hours of work would end in such an error.
+    """
+    problem = None
+    try:
+        for name in OUTPUTS if is_first_rank() else ():
+            if (path := getattr(config, name, None)) is not None:
+                require_writable(f"--{name}", path, is_file=name in FILES)
+    except ConfigError as error:
+        problem = error
+    if any_rank(problem is not None):
+        raise problem or SystemExit(WRONG_CALL)
 
 
 def is_first_rank() -> bool:

@@ -325,7 +325,7 @@ class TrainConfig(LoraOptions, OptimizerOptions, RunConfig):
     ] = None
     trace: Annotated[Path | None, Option("File for the last step, for ui.perfetto.dev.")] = None
     dry_run: Annotated[
-        bool, Option("Print memory and time as planned, for no data and no weights are read.")
+        bool, Option("Print memory and time as planned; no data and no weights are read.")
     ] = False
 
     def __post_init__(self) -> None:

@@ -142,6 +142,8 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     if done:
         source.load_state_dict(done.loader)
     if is_first_rank():
+        for file in filter(None, (config.figures, config.trace)):
+            file.parent.mkdir(parents=True, exist_ok=True)
         resumes = f"; resumes after step {done.step - 1}" if done else ""
         tuning = f"; each step tuned by {config.profile}" if config.tune else ""
         print(f"{layout_text(layout, model.names)}{tuning}{resumes}\n{mode}", flush=True)
@@ -276,8 +278,6 @@ def open_trained(
     """The model with its frozen parts. ConfigError if build, plan or options do not fit it."""
     torch.manual_seed(config.seed)  # the same weights on all ranks
     model = open_model(config.model, config.config, source)
-    if config.export and config.export.exists() and not config.export.is_dir():
-        raise ConfigError(f"--export {config.export}: this is a file; give a folder")
     if config.export and model.whole is None:
         raise ConfigError(f"--export writes models of transformers; the model is {TINY}")
     if plan:

@@ -5,6 +5,7 @@ and the log for machines.
 """
 
 import ast
+import errno
 import json
 import os
 import signal
@@ -44,6 +45,17 @@ EXIT_STATUSES = {
     TERMINATED: "stopped by SIGTERM",
 }
 """Exit status -> what it means, for `--help` and the docs."""
+
+ADVICE = {
+    errno.EACCES: "it needs rights to that place: give them, or another place",
+    errno.EEXIST: "a file is where a folder is wanted: give another place",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.ENOENT: "give a path that is there",
+    errno.ENOSPC: "make room there",
+    errno.ENOTDIR: "a file is where a folder is wanted: give another place",
+    errno.EROFS: "give a place that can be written to",
+}
+"""What to do about an error of the system that no command has explained."""
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
@@ -270,10 +282,27 @@ def _outcome(app: typer.Typer, program: str) -> tuple[str, int]:
         return str(error), FAILED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{os_reason(error)}", FAILED
+        advice = ADVICE.get(error.errno or 0, "")
+        return f"{where}{os_reason(error)}{advice and f'; {advice}'}", FAILED
     except MemoryError as error:
         return f"out of memory: {first_line(error)}", FAILED
     return "", DONE
+
+
+def require_writable(option: str, path: Path, *, is_file: bool = False) -> None:
+    """Raise ConfigError if a folder, or a file with the folders above it, cannot be made there.
+
+    For commands that write at the end of long work; nothing is made.
+    """
+    if is_file and path.is_dir():
+        raise ConfigError(f"{option} {path}: this is a folder; give a file")
+    folder = path.absolute().parent if is_file else path.absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not there.is_dir():
+        what = "this" if there == folder else there
+        raise ConfigError(f"{option} {path}: {what} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: {there} cannot be written to; give another place")
 
 
 def fail(message: str, status: int) -> NoReturn:

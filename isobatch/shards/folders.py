@@ -28,7 +28,7 @@ READERS = 16
 """Files of an object store that a process reads at a time."""
 URI_SCHEMES = ("s3", "gs", "az")
 """Object stores that data may be in."""
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def is_uri(place: str) -> bool:
@@ -125,6 +125,8 @@ def naming_full_disk(folder: Path | str, advice: str = "make room there") -> Ite
         if error.errno not in _DISK_FULL:
             raise
         reason = os.strerror(error.errno or 0).lower()
+        if error.errno == errno.EFBIG:
+            advice = "allow larger files (ulimit -f)"
         then = "then run the same command again"
         raise DataError(f"{folder}: {reason}: {advice}, {then}") from None
 

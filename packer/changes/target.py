@@ -127,15 +127,18 @@ class Target:
             self.publisher.publish([*(file["name"] for file in values["files"]), *others])
         manifest = read_manifest(self.place)
         self.clean(manifest)
-        if not self.publisher:
-            save_html(make_report(self.place), self.place)
         return manifest
 
     def clean(self, manifest: Manifest) -> None:
-        """Remove what the build does not have (any more), and what a change has staged."""
+        """Remove what the build does not have (any more), and what a change has staged.
+
+        A run that was killed after its manifest has left no report: it is written.
+        """
         self.sweep(manifest)
         if self.publisher:  # not before: another machine may begin the next change then
             self.publisher.forget()
+        elif not (self.folder / REPORT_NAME).exists():
+            save_html(make_report(self.place), self.place)
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def sweep(self, manifest: Manifest) -> None:

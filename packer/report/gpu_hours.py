@@ -189,7 +189,7 @@ def predict_hours(question: GpuQuestion, model: ModelPreset | None, epoch: Packe
             " max_seq_len, in random order or by best fit in blocks of 1,000, what is faster."
             " Padding costs no attention.",
             f"{ranks} wait once per step, of one micro-batch each. With {ACCUMULATED} micro-batches"
-            f" per step in DDP the saving is {saved_long:.1%}; with FSDP or ZeRO-3 ranks wait in"
+            f" per step in DDP the saving is {saved_long:z.1%}; with FSDP or ZeRO-3 ranks wait in"
             " every layer, and it is not less than with one.",
             f"{counted(num_steps, 'whole steps')} of the build; a last one, in which some ranks"
             " have no work, is left out. Communication, the optimizer and data loading come on top,"

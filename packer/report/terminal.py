@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -73,7 +74,8 @@ def print_report(report: Report, console: Console) -> None:
         print_hours(report.gpu_hours, console)
     _print_table(balance_table(report), console)
     console.print(f"[dim]{CAPTION}[/]")
-    _print_table(shuffle_table(report), console)
+    if is_shuffle_known(report):
+        _print_table(shuffle_table(report), console)
     console.print(f"[dim]{shuffle_caption(report)}[/]")
     if report.num_sources > 1:
         _print_table(source_table(report), console)
@@ -132,10 +134,12 @@ def hours_table(hours: GpuHours) -> FigureTable:
 def amount_text(amount: float) -> str:
     """Hours or money with three digits, or all of a whole number.
 
-    >>> amount_text(0.01234), amount_text(12.34), amount_text(12345.6), amount_text(1e-9)
-    ('0.0123', '12.3', '12,346', '1e-09')
+    >>> amount_text(0.01234), amount_text(12.34), amount_text(12345.6), amount_text(5e-6)
+    ('0.0123', '12.3', '12,346', '0.000005')
     """
-    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
+    if abs(amount) >= 100:
+        return f"{amount:,.0f}"
+    return np.format_float_positional(amount, 3, fractional=False, trim="-")
 
 
 def print_comparison(places: Sequence[str], table: FigureTable, console: Console) -> None:
@@ -191,6 +195,11 @@ def shuffle_table(report: Report) -> FigureTable:
     return FigureTable(headings, rows)
 
 
+def is_shuffle_known(report: Report) -> bool:
+    """Whether there are steps enough to say of any method how random they are."""
+    return any(cell != NONE for row in shuffle_table(report).rows.values() for cell in row)
+
+
 def _shuffle_cells(method: MethodFigures, shown: int) -> list[str]:
     cells: list[str] = []
     for figures in method.shuffle.values():
@@ -216,6 +225,8 @@ def source_table(report: Report) -> FigureTable:
 
 def shuffle_caption(report: Report) -> str:
     """What the shuffle table's columns mean, and how epochs repeat each other."""
+    if not is_shuffle_known(report):
+        return "how random steps are is not known of so few: give more data, or a smaller --dp."
     num_steps = {k: max(1, row.num_steps) for k, row in report.methods["ours"].shuffle.items()}
     chance = ", ".join(f"{steps**-0.5:.2f} at k={k}" for k, steps in num_steps.items())
     mix = ""

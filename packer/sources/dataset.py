@@ -114,11 +114,13 @@ def _find(dataset: str, data_root: str | None, *, fetch: bool) -> Dataset:
     located = locate(dataset, known=[DEMO, *preset_names("datasets")])
     root = data_root or located.folder
     if not is_uri(root) and not Path(root).is_dir():
-        raise DataError(
-            f"no data root {root}: give the folder that image paths start from with --data-root"
-        )
+        raise DataError(_no_data_root(root))
     part = Part(name=_name(dataset, located), located=located, data_root=root)
     return Dataset(name=part.name, parts=(part,))
+
+
+def _no_data_root(root: str) -> str:
+    return f"no data root {root}: give the folder that image paths start from with --data-root"
 
 
 def _name(place: str, located: Located) -> str:
@@ -266,7 +268,7 @@ def _require(name: str, data_root: str | None, missing: list[str]) -> None:
 
 
 def require_all(dataset: str, data_root: str | None, problem: ConfigError, *, fetch: bool) -> None:
-    """DataError for a known dataset that lists its missing files, and another problem too."""
+    """Raise another problem with what is missing too: a known dataset's files, or the data root."""
     if dataset in preset_names("datasets") and not Path(dataset).exists():
         if is_mixture(dataset):
             missing = missing_parts(read_mixture(dataset), data_root)
@@ -274,6 +276,8 @@ def require_all(dataset: str, data_root: str | None, problem: ConfigError, *, fe
             missing = _missing_of_preset(load_dataset(dataset), data_root, fetch=fetch)
         if missing:
             _require(dataset, data_root, [*missing, str(problem)])
+    elif data_root is not None and not is_uri(data_root) and not Path(data_root).is_dir():
+        raise ConfigError(f"{problem}; and {_no_data_root(data_root)}")
 
 
 def usual_model(dataset: str) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def cap_lines(choice: LimitChoice, names: CapNames | None = None) -> list[str]:
         _prediction_line(vision),
         groups,
         _compared_line(choice.best, vision.confirmed),
-        _targets_line(choice.best, vision),
+        _targets_line(choice.best, vision) if vision.grouping == "isf" else "",
     ]
     return [line for line in lines if line]
 
@@ -119,9 +119,10 @@ def _prediction_line(vision: VisionChoice) -> str:
     same = [c.ms_per_sample for c in _same(vision.part, vision.trials) if c != vision.part]
     others = [ms / best - 1 for ms in same if ms]
     text = f"predicted for {vision.predictor}: {best:,.4g} GPU-ms per sample"
-    if not others:
-        return text
-    return f"{text}, {_signed(min(others))} to {_signed(max(others))} with other vision caps"
+    ends = [_signed(of(others)) for of in (min, max)] if others else []
+    if len(set(ends)) < 2:
+        return f"{text}, {ends[0]} with other vision caps" if ends else text
+    return f"{text}, {ends[0]} to {ends[1]} with other vision caps"
 
 
 def _compared_line(best: CapTrial, tried: Sequence[CapTrial]) -> str:
@@ -134,10 +135,8 @@ def _compared_line(best: CapTrial, tried: Sequence[CapTrial]) -> str:
 
 
 def _targets_line(best: CapTrial, vision: VisionChoice) -> str:
-    """The filter's targets, and what they save against OmniBal's; without ISF they do nothing."""
+    """ISF's filter: its targets, and what they save against OmniBal's."""
     limits = vision.targets.limits
-    if vision.grouping != "isf":
-        return f"filter: {vision.grouping} has none; its targets are OmniBal's, for ISF alone"
     begin = f"filter: a group stays from {limits.min_seq_len:,} tokens"
     if limits.min_vision <= limits.max_vision:
         begin += f" or {limits.min_vision:,} {limits.unit}"
