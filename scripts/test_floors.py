@@ -153,7 +153,9 @@ def install(environment: Environment, extras: tuple[str, ...]) -> int:
     constraints = environment.folder / "constraints.txt"
     constraints.write_text(wanted, "utf-8")
     command = [environment.program, "-m", "pip", "install", "-q", "-c", constraints]
-    status = subprocess.call([*command, "-e", f"{ROOT}[{','.join(extras)}]", *RUNNERS])
+    # processors of transformers 5.0 are imported with it
+    more = ["torchvision"] if "hf" in extras and environment.kind == "oldest" else []
+    status = subprocess.call([*command, "-e", f"{ROOT}[{','.join(extras)}]", *RUNNERS, *more])
     if not status:
         stamp.write_text(wanted, "utf-8")
     return status
