@@ -337,5 +337,5 @@ class BalancedLoader(StepStream):
 
 _ONE_PROCESS = (
     "a BalancedLoader cannot go to a worker process: it measures and decodes in threads, or in "
-    "processes=N of its own; use num_workers=0"
+    "processes=N of its own; use num_workers=0 (dataloader_num_workers of a Trainer)"
 )
