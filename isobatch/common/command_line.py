@@ -299,7 +299,7 @@ def require_writable(option: str, path: Path, *, is_file: bool = False) -> None:
     folder = path.absolute().parent if is_file else path.absolute()
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if not there.is_dir():
-        what = "this" if there == folder else there
+        what = "this" if there == path.absolute() else there
         raise ConfigError(f"{option} {path}: {what} is a file; give a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{option} {path}: {there} cannot be written to; give another place")

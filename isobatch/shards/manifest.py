@@ -214,6 +214,8 @@ def write_manifest(out: Path, values: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(out / MANIFEST_NAME)
+    for other in out.glob(f"{MANIFEST_NAME}-*.tmp"):  # of a run that was killed here
+        other.unlink(missing_ok=True)
 
 
 def is_complete(place: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from isobatch.common.errors import ConfigError, first_line
+from isobatch.common.errors import ConfigError, first_line, os_reason
 from isobatch.common.plain_values import parse_json, read_text
 from isobatch.common.types import BoolArray
 from isobatch.shards.folders import Folder
@@ -63,7 +63,8 @@ def read_ids(path: Path) -> tuple[str, ...]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {first_line(error)}") from None
+        reason = os_reason(error) if isinstance(error, OSError) else first_line(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
     text = text.removeprefix("\ufeff")  # what editors of Windows begin a file with
     # not `splitlines`: ids may have other characters that end a line
     values: Any = [line.strip() for line in text.split("\n") if line.strip()]

@@ -107,6 +107,13 @@ def test_simulating_a_plan_again_says_the_same(call, demo_build, tmp_path):
     assert re.search(r"a step takes ([\d.]+) ms; planned for \1 ms", shown)
 
 
+def test_the_help_of_simulate_has_the_plans_values_for_defaults(call):
+    _, shown, _ = call("simulate", "--help")
+    assert "best" not in shown
+    assert shown.count("plan's") == 4
+    assert not re.search("Default: (1f1b|16|h100)", " ".join(shown.split()))
+
+
 def test_other_schedules_and_micro_batches_can_be_tried(call, tmp_path):
     call("plan", *EQUAL, "--micro-batches", 16, "--out", tmp_path)
     times = {}
@@ -205,9 +212,14 @@ def test_a_models_folder_is_planned_like_the_preset_of_its_sizes(call, tmp_path)
             "nowhere: no such folder; give the output folder of `packer build`",
         ),
         (
+            ("plan", "nowhere", "--out", __file__),
+            2,
+            "this is a file; give a folder",
+        ),
+        (
             ("plan", "nowhere", "--model", "tiny"),
             2,
-            "a build says for itself what its model are; leave those out",
+            "a build has its own model; leave that out",
         ),
         (
             ("plan", *EQUAL, "--schedule", "2f2b"),
@@ -278,7 +290,7 @@ def test_a_models_folder_is_planned_like_the_preset_of_its_sizes(call, tmp_path)
         (
             ("plan", "nowhere", "--samples", "2"),
             2,
-            "a build says for itself what its samples are; leave those out",
+            "a build has its own samples; leave that out",
         ),
         (
             ("plan", "s3://bucket/packed"),

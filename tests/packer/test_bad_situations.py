@@ -287,6 +287,9 @@ def test_no_data_root(raw, tmp_path):
         build_command(raw, tmp_path / "out", "--data-root", tmp_path / "nowhere"), 1, "no data root"
     )
     assert not (tmp_path / "out").exists()
+    told = "no such folder or file, nor a Hub id (OWNER/NAME); and no data root"
+    wrong = ["--tokenizer", tmp_path / "nobody", "--data-root", tmp_path / "nowhere"]
+    run(build_command(raw, tmp_path / "out", *wrong), 2, told)
 
 
 @situation("`--out` is a file, or below one", "stops", 1)

@@ -315,6 +315,13 @@ def test_overwrite_removes_only_what_a_build_made(dataset, tmp_path):
     assert (out / "manifest.json").exists()
 
 
+def test_a_manifest_that_a_killed_build_left_in_part_goes_with_the_next_run(dataset, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json-00c0ffee.tmp").write_text("{")
+    build(dataset, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
 def test_an_unfinished_build_of_other_settings_is_not_continued(dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Partition, "_write", lambda *_: 1 / 0)

@@ -95,6 +95,9 @@ def test_only_a_full_disk_is_renamed():
         naming_full_disk("/work"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    limit = r"^/work: file too large: allow larger files \(ulimit -f\), then run"
+    with pytest.raises(DataError, match=limit), naming_full_disk("/work"):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     with pytest.raises(PermissionError), naming_full_disk("/work"):
         raise PermissionError(errno.EACCES, "no", "x")
     with pytest.raises(DamagedShard), naming_full_disk("/work"):

@@ -16,7 +16,7 @@ from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.cases import for_each
 from support.rank_programs.tuned_ranks import stated_profile
-from support.ranks import start
+from support.ranks import launch, start
 from support.trainers.engine_train import main
 
 DEADLINE_S = 60
@@ -104,6 +104,9 @@ def test_a_build_that_is_damaged_while_it_is_read_is_told_in_one_line(tmp_path, 
         (["--reserve-gib=1"], "--reserve-gib is for --recompute adapt"),
         (["--export=trained"], "--export writes models of transformers"),
         (["--export={profile}"], "this is a file; give a folder"),
+        (["--state={profile}/deep"], "profile.json is a file; give a folder"),
+        (["--figures={profile}/figures"], "profile.json is a file; give a folder"),
+        (["--trace=."], "--trace .: this is a folder; give a file"),
         (["--config=config.json"], "the model tiny has none"),
         (["--model=qwen2_vl"], "the build is for tiny, whose images are not cut for qwen2_vl"),
     ],
@@ -171,6 +174,24 @@ def test_the_help_says_what_is_assumed_without_a_plan_and_for_one(capsys, monkey
     assert "optimizer state shared out over replicas" in said
     planned = TrainingMode()
     assert (planned.precision, planned.gradients, planned.zero_stage) == ("bf16", "fp32", 1)
+
+
+def test_an_output_that_cannot_be_written_ends_all_ranks_before_the_work(build, tmp_path):
+    (tmp_path / "file").touch()
+    wrong = f"--state={tmp_path / 'file'}"
+    options = [build, "--device=cpu", "--steps=100000", wrong]
+    result = launch(2, tmp_path / "printed", "engine", "train", *options, most_s=DEADLINE_S)
+    assert result.returncode == 2
+    (line,) = (line for line in result.stderr.splitlines() if "error: " in line)
+    assert "this is a file; give a folder" in line
+    assert not result.stdout
+
+
+def test_folders_of_figures_and_trace_are_made(build, tmp_path, alone):
+    figures, trace = tmp_path / "a" / "figures", tmp_path / "b" / "c" / "trace"
+    assert main([str(build), "--device=cpu", "--steps=1", f"--{figures=!s}", f"--{trace=!s}"]) == 0
+    assert figures.exists()
+    assert trace.exists()
 
 
 def test_a_build_with_sound_is_refused_in_one_line(tmp_path, capsys, alone):

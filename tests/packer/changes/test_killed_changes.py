@@ -88,7 +88,7 @@ def contents(out):
     """Digests of all that a build is; empty for one that does not exist."""
     if not is_complete(str(out)):
         return {}
-    return {name: value for name, value in digests(out).items() if name != "report.html"}
+    return digests(out)
 
 
 def build_files(out):
@@ -124,4 +124,17 @@ def test_a_killed_change_leaves_the_old_build_or_the_new_one(changes, first_buil
     run(tmp_path / "last", *command)
     assert contents(out) == new, f"killed after {moments} s"
     assert not (out / "staging").exists()
+    assert (out / "report.html").exists()
     require_intact(verify_build(out, quiet(), workers=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["add", "remove", "merge"])
+def test_a_change_killed_before_its_report_writes_it_when_it_runs_again(
+    changes, first_builds, tmp_path, name
+):
+    commands, _ = changes
+    out = begun(first_builds["arrow"], name, tmp_path / "out")
+    for _ in range(2):
+        run(tmp_path / "run", *filled(commands[name], out, first_builds["arrow"]))
+        (out / "report.html").unlink()

@@ -117,7 +117,10 @@ def test_a_dataset_smaller_than_a_step_is_reported_and_said_to_be_so(
         num_samples < dp * 4 or report.num_groups < dp
     )
     assert not re.search(r"\b1 (samples|groups)\b", text)
-    assert "nan" not in render_html(report)
+    page = render_html(report)
+    assert "nan" not in page
+    has_steps = report.methods["ours"].shuffle[1].num_steps > 2
+    assert ("how random steps are is not known of so few" in page.lower()) == (not has_steps)
 
 
 def test_text_only_data_has_a_balanced_vision_encoder(tmp_path: Path) -> None:

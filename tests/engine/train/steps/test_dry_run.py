@@ -74,6 +74,8 @@ def test_a_model_folder_needs_no_weights(said, build, tmp_path):
         (["--dp=0"], "--dp"),
         (["--plan=no.json"], "no.json"),
         (["--lr=-1"], "--lr"),
+        (["--zero-stage=2"], "zero_stage 0 or 1, not fp32 and 2"),
+        (["--state={file}"], "this is a file; give a folder"),
         (["--export=out"], "--export writes models of transformers"),
         (["--eval=nothing"], "nothing"),
         (["--lora-rank=2", "--lora-targets=nonsense"], "--lora-targets nonsense"),
@@ -83,7 +85,8 @@ def test_a_model_folder_needs_no_weights(said, build, tmp_path):
     ],
 )
 def test_wrong_options_are_the_same_line_as_without(build, options, message, capsys):
-    assert main([str(build), "--dry-run", *options]) in (1, 2)
+    told = [option.format(file=build / "manifest.json") for option in options]
+    assert main([str(build), "--dry-run", *told]) in (1, 2)
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
