@@ -32,7 +32,13 @@ def lazy_exports(
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(module_of[name]), name)
+        try:
+            value = getattr(import_module(module_of[name]), name)
+        except ModuleNotFoundError as error:  # of an extra, such as transformers
+            if (error.name or ROOT).partition(".")[0] == ROOT:
+                raise
+            line = f"{name} needs {error.name}: pip install {error.name}"
+            raise ModuleNotFoundError(line, name=error.name) from None
         setattr(sys.modules[package], name, value)
         return value
 

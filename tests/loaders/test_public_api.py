@@ -51,5 +51,18 @@ def test_transformers_is_imported_with_the_trainers_only():
     assert issubclass(loaders.BalancedTrainer, (loaders.BalancedMixin, trainer))
 
 
+def test_a_name_without_its_extra_says_what_to_install():
+    for package in ("isobatch", "isobatch.loaders"):
+        code = (
+            f"import sys; sys.modules['transformers'] = None; from {package} import BalancedMixin"
+        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == (
+            "ModuleNotFoundError: BalancedMixin needs transformers: pip install transformers"
+        )
+
+
 def test_unknown_names_are_attribute_errors():
     assert not hasattr(loaders, "NoSuchName")
