@@ -468,7 +468,10 @@ def make_tokenizer(family: Family) -> Any:
 
 
 def _image_class(name: str) -> Callable[..., Any]:
-    kind: Callable[..., Any] = getattr(transformers, f"{name}Pil")
+    # Pillow's; in transformers 5.0 it has the plain name
+    kind: Callable[..., Any] = getattr(transformers, f"{name}Pil", None) or getattr(
+        transformers, name
+    )
     return kind
 
 
