@@ -66,7 +66,7 @@ def print_trials(trials: Sequence[ScheduleTrial], console: Console) -> None:
                 f"{int(run.recompute.sum())} of {len(run.recompute)}",
                 time_text(run.step_ns),
                 f"{time_shares(run)['waiting']:.1%}",
-                f"{int(run.peak_bytes.max()) / GIB:.1f} GiB",
+                gib_text(run.peak_bytes.max()),
             )
         )
     _print_table(console, columns, rows)
@@ -104,7 +104,7 @@ def gain_text(result: PlanResult) -> str:
 def restriction_text(run: SimulatedRun, free: SimulatedRun) -> str:
     """What a trainer's restrictions cost, in one line."""
     more = run.step_ns / max(free.step_ns, 1) - 1
-    peaks = [f"{one.peak_bytes.max() / GIB:.1f} GiB" for one in (run, free)]
+    peaks = [gib_text(one.peak_bytes.max()) for one in (run, free)]
     return (
         f"the trainer's restrictions cost {more:.1%} of a step's time: {time_text(run.step_ns)} "
         f"instead of {time_text(free.step_ns)}; most memory {peaks[0]} instead of {peaks[1]}"
@@ -143,24 +143,35 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     # memory
     console.print(f"{plan.training.mode}")
     console.print(memory_text(plan))
-    has = f"a GPU has {plan.memory_bytes / GIB:.1f} GiB"
+    has = f"a GPU has {gib_text(plan.memory_bytes)}"
     rank, full_rank = int(run.peak_bytes.argmax()), int(np.argmax(predicted.full_peak_bytes))
     peak, full_peak = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
     if peak > plan.memory_bytes:
-        console.print(f"does not fit: rank {rank} needs {peak / GIB:.1f} GiB, {has}")
+        console.print(f"does not fit: rank {rank} needs {gib_text(peak)}, {has}")
     elif full_peak > plan.memory_bytes:
         console.print(
-            f"may not fit: rank {full_rank} needs {full_peak / GIB:.1f} GiB if all micro-batches "
+            f"may not fit: rank {full_rank} needs {gib_text(full_peak)} if all micro-batches "
             f"are full, {has}"
         )
+
+
+def gib_text(size: float) -> str:
+    """Bytes in GiB, of less than one two digits.
+
+    >>> gib_text(37.17 * GIB), gib_text(0.0123 * GIB)
+    ('37.2 GiB', '0.012 GiB')
+    """
+    return f"{size / GIB:{'.1f' if size >= GIB else '.2g'}} GiB"
 
 
 def memory_text(plan: Plan) -> str:
     """The terms of the memory of the rank that needs most, if all its micro-batches are full."""
     rank = int(np.argmax(plan.predicted.full_peak_bytes))
     parts = memory_parts(plan, rank)
-    terms = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    return f"memory of rank {rank} if all are full: {terms} = {sum(parts.values()) / GIB:.2f} GiB"
+    total = sum(parts.values())
+    unit, scale = ("GiB", GIB) if total >= GIB else ("MiB", 2**20)
+    terms = " + ".join(f"{name} {size / scale:.2f}" for name, size in parts.items())
+    return f"memory of rank {rank} if all are full: {terms} = {total / scale:.2f} {unit}"
 
 
 def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
@@ -194,7 +205,7 @@ def headline(plan: Plan) -> str:
     return (
         f"{plan.model.name} on {plan.cluster.name}: {_many(parallel.num_gpus, 'GPU')} = "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
-        f"{plan.memory_bytes / GIB:.1f} GiB each; {plan.schedule}{per_rank}; "
+        f"{gib_text(plan.memory_bytes)} each; {plan.schedule}{per_rank}; "
         f"{_many(plan.num_steps, 'step')} of "
         f"{_many(plan.num_micro_batches, 'micro-batch', 'micro-batches')}"
     )
@@ -224,7 +235,7 @@ def comparison(result: PlanResult) -> list[tuple[str, ...]]:
                 time_text(run.sample_ns),
                 f"{careful / max(run.sample_ns, 1e-9):.2f}x",
                 f"{time_shares(run)['waiting']:.1%}",
-                f"{peak / GIB:.1f} GiB{too_much}",
+                f"{gib_text(peak)}{too_much}",
             )
         )
     return rows
@@ -248,8 +259,8 @@ def stage_rows(plan: Plan, run: SimulatedRun) -> list[tuple[str, ...]]:
                 time_text(predicted.backward_ns[stage])
                 + (f", {time_text(again)} of it again" if again else ""),
                 f"{predicted.bubble_ratio[rank]:.1%}" if is_first else "",
-                f"{run.peak_bytes[rank] / GIB:.1f} GiB" if is_first else "",
-                f"{predicted.full_peak_bytes[rank] / GIB:.1f} GiB" if is_first else "",
+                gib_text(run.peak_bytes[rank]) if is_first else "",
+                gib_text(predicted.full_peak_bytes[rank]) if is_first else "",
             )
         )
     return rows

@@ -18,6 +18,7 @@ from isobatch.common.command_line import (
     new_app,
     print_result,
     read_config,
+    require_writable,
     run_app,
     with_log,
     with_options,
@@ -424,6 +425,7 @@ def inspect(
     """Show one group of a build: texts, labels, images."""
     if group is not None and sample is not None:
         raise ConfigError("give --group or --sample, not both")
+    _prepare_page(html)
     view = inspect_group(
         out, group, sample=sample, tokenizer=tokenizer, chat_template=chat_template
     )
@@ -522,6 +524,13 @@ def _print_totals(out: str, manifest: Manifest) -> None:
     print_line(f"{out} has {counted(manifest.num_packed, 'samples')} in {groups}")
 
 
+def _prepare_page(html: Path | None) -> None:
+    """Make the folder of a page. ConfigError if the page could not be written."""
+    if html is not None:
+        require_writable("--html", html, is_file=True)
+        html.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _report(
     places: list[str],
     dp: int,
@@ -532,6 +541,7 @@ def _report(
 ) -> None:
     if len(places) > len(LETTERS):
         raise ConfigError(f"packer report shows one build or compares two, not {len(places)}")
+    _prepare_page(html)
     reports = [make_report(place, dp=dp, question=question) for place in places]
     first, *others = reports
     values = [

@@ -196,7 +196,7 @@ def shuffle_table(report: Report) -> FigureTable:
 
 
 def is_shuffle_known(report: Report) -> bool:
-    """Whether there are steps enough to say of any method how random they are."""
+    """Whether any method has steps enough, and unequal ones, to say how random they are."""
     return any(cell != NONE for row in shuffle_table(report).rows.values() for cell in row)
 
 
@@ -226,7 +226,8 @@ def source_table(report: Report) -> FigureTable:
 def shuffle_caption(report: Report) -> str:
     """What the shuffle table's columns mean, and how epochs repeat each other."""
     if not is_shuffle_known(report):
-        return "how random steps are is not known of so few: give more data, or a smaller --dp."
+        why = "less than three steps, or equal ones: give more data, or a smaller --dp"
+        return f"how random steps are is not known of {why}."
     num_steps = {k: max(1, row.num_steps) for k, row in report.methods["ours"].shuffle.items()}
     chance = ", ".join(f"{steps**-0.5:.2f} at k={k}" for k, steps in num_steps.items())
     mix = ""

@@ -79,6 +79,12 @@ def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path, monke
     _, said, _ = run("report", out, "--dp", 2, "--html", tmp_path / "page.html")
     assert f"details: {tmp_path / 'page.html'}" in said
     assert "2 ranks" in (tmp_path / "page.html").read_text()
+    for command in ("report", "inspect"):
+        status, said, error = run(command, out, "--html", tmp_path / "page.html" / "deep.html")
+        assert (status, said) == (2, "")
+        assert "page.html is a file; give a folder" in error
+        assert run(command, out, "--html", tmp_path / command / "deep.html")[0] == 0
+        assert (tmp_path / command / "deep.html").exists()
     assert {CAPTION} <= set(printed.splitlines())
     assert any(
         line.startswith("how random") and line.endswith(".") for line in printed.splitlines()
