@@ -16,7 +16,7 @@ from isobatch.engine.cost_model.training_mode import Precision, TrainingMode
 from isobatch.engine.planning.build_steps import read_build
 from isobatch.engine.planning.plan import Plan, PlanRequest
 from isobatch.engine.planning.trainers.expressible import TRAINERS, Trainer
-from isobatch.engine.simulator.schedule import SCHEDULES
+from isobatch.engine.simulator.schedule import SCHEDULES, default_stages
 from isobatch.models.clusters import load_cluster
 from isobatch.models.folder.find_model import find_model
 from isobatch.models.image_rules import NativeSizeRule
@@ -93,8 +93,8 @@ class PlanConfig:
         str, Option(f"{', '.join(SCHEDULES)}; or best: all are planned for. Default: 1f1b.")
     ] = "1f1b"
     stages_per_rank: Annotated[
-        int, Option("Stages per rank; over 1 for interleaved ones.", min=1)
-    ] = 1
+        int | None, Option("Stages per rank. Default: 2 for interleaved ones, else 1.", min=1)
+    ] = None
     memory_gib: Annotated[
         float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
     ] = None
@@ -128,7 +128,7 @@ class PlanConfig:
         if self.schedule not in (*SCHEDULES, BEST):
             names = ", ".join([*SCHEDULES, BEST])
             raise ConfigError(f"schedule is {self.schedule!r}; use one of {names}")
-        if self.schedule == BEST and self.stages_per_rank != 1:
+        if self.schedule == BEST and self.stages_per_rank is not None:
             raise ConfigError("schedule best chooses stages_per_rank as well; leave that out")
         if self.trainer is not None and self.trainer not in TRAINERS:
             names = ", ".join(TRAINERS)
@@ -209,6 +209,7 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     if config.logits == "all":
         loads, full = loads.all_labelled(), full.all_labelled()
         random = random.all_labelled() if random else None
+    schedule = "1f1b" if config.schedule == BEST else config.schedule
     request = PlanRequest(
         model=model,
         cluster=cluster,
@@ -218,8 +219,8 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
             mode=TrainingMode(precision=config.precision, zero_stage=config.zero_stage),
             kernels=config.kernels,
         ),
-        schedule="1f1b" if config.schedule == BEST else config.schedule,
-        stages_per_rank=config.stages_per_rank,
+        schedule=schedule,
+        stages_per_rank=config.stages_per_rank or default_stages(schedule),
         num_micro_batches=config.micro_batches,
         memory_bytes=gib_bytes(memory_gib) if memory_gib else cluster.usable_memory_bytes,
         loads=loads,

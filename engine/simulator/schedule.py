@@ -222,6 +222,11 @@ def most_deferred(name: str, num_ranks: int) -> tuple[int, ...]:
     return tuple(1 + rank * _DEFERRED_PER_RANK[name] for rank in range(num_ranks))
 
 
+def default_stages(name: str) -> int:
+    """Stages per rank where none are asked for."""
+    return 2 if name in INTERLEAVED else 1
+
+
 def make_schedule(
     name: str,
     num_ranks: int,

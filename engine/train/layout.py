@@ -8,6 +8,7 @@ import numpy as np
 from isobatch.common.errors import ConfigError
 from isobatch.engine.planning.partition import even_partition
 from isobatch.engine.planning.plan import Plan
+from isobatch.engine.simulator.schedule import default_stages
 from isobatch.engine.train.models.open_model import PipelineModel, kinds_text
 from isobatch.engine.train.options import PARTS, TrainConfig
 from isobatch.models.presets import ModelPreset
@@ -63,10 +64,12 @@ def make_layout(
     config: TrainConfig, plan: Plan | None, num_layers: int, pipelines: tuple[tuple[int, ...], ...]
 ) -> Layout:
     """The options over the plan; without a plan, equally many layers per stage. ConfigError."""
-    stages_per_rank = config.stages_per_rank or (plan.stages_per_rank if plan else 1)
+    schedule = config.schedule or (plan.schedule if plan else "1f1b")
+    stages_per_rank = config.stages_per_rank or (
+        plan.stages_per_rank if plan else default_stages(schedule)
+    )
     num_stages = len(pipelines[0]) * stages_per_rank
     even = even_partition(np.ones(num_layers, np.int64), num_stages).tolist()
-    schedule = config.schedule or (plan.schedule if plan else "1f1b")
     deferred = None
     if plan and (plan.schedule, plan.stages_per_rank) == (schedule, stages_per_rank):
         deferred = plan.deferred

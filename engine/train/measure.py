@@ -28,6 +28,7 @@ from isobatch.engine.runtime.profiling.partition_trials import (
     evidence,
 )
 from isobatch.engine.runtime.stage_io import Batch
+from isobatch.engine.simulator.schedule import default_stages
 from isobatch.engine.train.launch import is_first_rank
 from isobatch.engine.train.models.open_model import open_model
 from isobatch.engine.train.options import MeasureConfig
@@ -47,9 +48,10 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     source = open_source(config.build, **loader_options)
     torch.manual_seed(config.seed)  # the same weights on all ranks
     model = open_model(config.model, config.config, source)
+    per_rank = config.stages_per_rank or default_stages(config.schedule)
     options = PipelineOptions(
         schedule=config.schedule,
-        stages_per_rank=config.stages_per_rank,
+        stages_per_rank=per_rank,
         device=device,
         mode=config.training_mode(),
     )
@@ -64,7 +66,7 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
         parallel=Parallelism(pp=dist.get_world_size()),
         training=Training(mode=config.training_mode()),
         schedule=config.schedule,
-        stages_per_rank=config.stages_per_rank,
+        stages_per_rank=per_rank,
         num_micro_batches=len(batches),
         memory_bytes=cluster.usable_memory_bytes if memory is None else memory,
         loads=loads,

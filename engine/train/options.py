@@ -244,7 +244,9 @@ class MeasureConfig(RunConfig):
 
     out: Annotated[Path, Option("Folder for profile.json, evidence.json and plan.json.")]
     schedule: Annotated[str, Option(f"{_SCHEDULES} Default: 1f1b.")] = "1f1b"
-    stages_per_rank: Annotated[int, Option("For interleaved ones. Default: 1.", min=1)] = 1
+    stages_per_rank: Annotated[
+        int | None, Option("Default: 2 for interleaved schedules, else 1.", min=1)
+    ] = None
     micro_batches_per_step: Annotated[int, Option("Of the measured step. Default: 4.", min=1)] = 4
     most_run: Annotated[int, Option("Partitions to run. Default: 12.", min=1)] = 12
     cluster: Annotated[
@@ -261,7 +263,8 @@ class TrainConfig(LoraOptions, OptimizerOptions, RunConfig):
     dp: Annotated[int | None, Option("Replicas. Default: the plan's; auto: 1.")] = None
     schedule: Annotated[str | None, Option(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
     stages_per_rank: Annotated[
-        int | None, Option("For interleaved ones. Default: the plan's; auto: 1.", min=1)
+        int | None,
+        Option("Default: the plan's; auto: 2 for interleaved schedules, else 1.", min=1),
     ] = None
     micro_batches_per_step: Annotated[
         int | None, Option("Per replica. Default: the plan's; auto: 4.", min=1)

@@ -362,6 +362,8 @@ def test_the_best_schedule_is_the_fastest_of_the_plans_for_each(call, demo_build
             "plan", demo_build, *options, "--schedule", name, "--stages-per-rank", per_rank
         )
         assert json.loads(shown)["runs"][-1]["step_ns"] == step_ns, name
+    shown = call("plan", demo_build, *options, "--schedule", "interleaved")[1]
+    assert json.loads(shown)["runs"][-1]["step_ns"] == found["interleaved", 2]
     shown = call("plan", demo_build, *options[:-1], "--schedule", "best")[1]
     assert "stages per rank" in shown
     status, _, error = call("plan", demo_build, "--schedule", "best", "--stages-per-rank", 2)
