@@ -404,7 +404,7 @@ class WindowGroups(GroupTable):
                 groups = cut_groups(groups, settings.ranks, planned_before - self._num_taken)
             if num_read == len(lengths) and not len(groups) + planned_before:
                 raise DataError(
-                    "no sample can be used; `rejected` says why, or is empty: then there is none"
+                    "no sample can be used; `rejected` says why, and is empty if the dataset is"
                 )
             sums = self._sums(groups)
             times = measured - begun, time.perf_counter() - measured
