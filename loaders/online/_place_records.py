@@ -107,7 +107,7 @@ def require_columns(records: Records, packing: PackingConfig, *, tells: bool) ->
     columns = packing.columns or {}
     named = named_columns(columns.items()) if records.places is None else None
     theirs = named.theirs if named else set[str]()
-    missing = theirs | set(packing.keep_columns) - columns.keys()
+    missing = theirs | set(packing.keep_columns) - {*columns, *columns.values()}
     keys = set[str]()
     if not missing or isinstance(records, StreamRecords):
         return

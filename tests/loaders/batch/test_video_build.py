@@ -176,7 +176,8 @@ def _check_inputs(name: str, batch: Any, out: Path) -> None:
     if batch.video_seconds is None or not name.startswith("qwen"):
         return
     manifest = read_manifest(out)
-    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+    side = 16 if name.startswith("qwen3") else 14
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2, patch_size=side)
     config = SimpleNamespace(
         model_type=name,
         vision_config=vision,

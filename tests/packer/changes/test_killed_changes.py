@@ -88,7 +88,7 @@ def contents(out):
     """Digests of all that a build is; empty for one that does not exist."""
     if not is_complete(str(out)):
         return {}
-    return digests(out)
+    return {name: value for name, value in digests(out).items() if name != "report.html"}
 
 
 def build_files(out):

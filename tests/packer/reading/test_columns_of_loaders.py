@@ -100,6 +100,7 @@ def test_a_saved_build_is_the_packers(folder, built, tmp_path, monkeypatch):
     assert saved == digests(built)
 
 
+@pytest.mark.filterwarnings("error:no .* .keep_columns.")
 @pytest.mark.parametrize("layout", ["json", "parquet"])
 def test_a_kept_column_is_known_by_its_old_name_and_by_ours(tmp_path, monkeypatch, layout):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

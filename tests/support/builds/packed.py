@@ -25,8 +25,7 @@ def build(folder, out, **changes):
 
 def digests(out):
     """Name -> SHA-256 of every file of a build but the report."""
-    files = (path for path in out.rglob("*") if path.is_file())
-    paths = sorted(path for path in files if path.name != "report.html")
+    paths = sorted(path for path in out.rglob("*") if path.is_file())
     return {
         str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
     }
