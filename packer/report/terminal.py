@@ -226,7 +226,7 @@ def source_table(report: Report) -> FigureTable:
 def shuffle_caption(report: Report) -> str:
     """What the shuffle table's columns mean, and how epochs repeat each other."""
     if not is_shuffle_known(report):
-        why = "less than three steps, or equal ones: give more data, or a smaller --dp"
+        why = "fewer than three steps, or equal ones: give more data, or a smaller --dp"
         return f"how random steps are is not known of {why}."
     num_steps = {k: max(1, row.num_steps) for k, row in report.methods["ours"].shuffle.items()}
     chance = ", ".join(f"{steps**-0.5:.2f} at k={k}" for k, steps in num_steps.items())
@@ -236,7 +236,7 @@ def shuffle_caption(report: Report) -> str:
     again = ", ".join(f"{times:.1f} at k={k}" for k, times in report.repeated_pairs.items())
     return (
         "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 ="
-        f" random, where chance alone gives about {chance}{mix}; {NONE}: for less than three steps,"
+        f" random, where chance alone gives about {chance}{mix}; {NONE}: for fewer than three steps,"
         " or equal ones. Two groups of a step share one in"
         f" the next epoch too, relative to chance: {again}."
     )

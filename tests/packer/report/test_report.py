@@ -121,7 +121,7 @@ def test_a_dataset_smaller_than_a_step_is_reported_and_said_to_be_so(
     assert "nan" not in page
     steps = [figures.num_steps for of in report.methods.values() for figures in of.shuffle.values()]
     if max(steps) < 3:
-        assert "random steps are is not known of less than three steps" in page
+        assert "random steps are is not known of fewer than three steps" in page
         assert "<br>corr" not in page
 
 
