@@ -236,9 +236,9 @@ def shuffle_caption(report: Report) -> str:
     again = ", ".join(f"{times:.1f} at k={k}" for k, times in report.repeated_pairs.items())
     return (
         "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 ="
-        f" random, where chance alone gives about {chance}{mix}; {NONE}: for fewer than three steps,"
-        " or equal ones. Two groups of a step share one in"
-        f" the next epoch too, relative to chance: {again}."
+        f" random, where chance alone gives about {chance}{mix}; {NONE}: for fewer than three"
+        " steps, or equal ones. Two groups of a step share one in the next epoch too, relative to"
+        f" chance: {again}."
     )
 
 
